@@ -1,0 +1,1 @@
+"""What tests share: the test cluster, leak checks, waiting."""
