@@ -1,0 +1,251 @@
+"""The words of gpulayer's own messages while a job runs, and of its error screens. Pure text; console.py shows it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from gpulayer.errors import GpulayerError, RefusedError
+from gpulayer.events import (
+    CommandExited,
+    CommandStarted,
+    Event,
+    ExitStatus,
+    NodeConnected,
+    NodeEnded,
+    NodeLost,
+    NodePrepared,
+    NodeSwept,
+    Notice,
+    RankExited,
+    RankStarted,
+    Stage,
+    StageReached,
+)
+from gpulayer.ranges import fold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+PREFIX = "gpulayer: "
+
+Tone = Literal["plain", "good", "bad", "dim"]
+
+_WAITS_FOR = {
+    Stage.CONNECTING: "connecting",
+    Stage.PREPARING: "checking",
+    Stage.STARTING: "starting",
+    Stage.ENDING: "ending",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShownNode:
+    """What a screen needs to know of a node: its node rank, its id and the ranks it hosts."""
+
+    node_rank: int
+    node_id: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. `detail`: shown with --verbose only."""
+
+    text: str
+    tone: Tone = "plain"
+    detail: bool = False
+
+
+class Roster:
+    """The nodes of a job by node rank, and their folded names."""
+
+    def __init__(self, nodes: Iterable[ShownNode]) -> None:
+        self.nodes = {node.node_rank: node for node in nodes}
+
+    def name(self, node_rank: int) -> str:
+        """Return the id of one node."""
+        node = self.nodes.get(node_rank)
+        return node.node_id if node else f"node {node_rank}"
+
+    def fold(self, node_ranks: Iterable[int]) -> str:
+        """Return the folded ids of some nodes, in node order."""
+        return fold(self.name(node_rank) for node_rank in sorted(node_ranks))
+
+
+def failed(status: ExitStatus) -> bool:
+    """True where a process is known to have failed. Whoever was not seen to end is judged by what ended it."""
+    return not status.ok and status != ExitStatus()
+
+
+def describe_status(status: ExitStatus) -> str:
+    """Say how a process ended, as the end of a sentence that begins with its name."""
+    if status.signal is not None:
+        try:
+            name = signal.Signals(status.signal).name
+        except ValueError:
+            name = f"signal {status.signal}"
+        return f"was killed by {name}"
+    return "ended, its exit code was not seen" if status.code is None else f"exited with code {status.code}"
+
+
+def describe_event(event: Event, roster: Roster, where: Path | None = None) -> Message | None:
+    """Word one event, or None where there is nothing to say. `where` is the run directory."""
+    if isinstance(event, StageReached):
+        return _running(roster, where) if event.stage is Stage.RUNNING else None
+    words = _WORDS.get(type(event))
+    return words(event, roster) if words else None
+
+
+def _running(roster: Roster, where: Path | None) -> Message:
+    ranks = sum(len(node.ranks) for node in roster.nodes.values())
+    text = f"{_count(ranks, 'rank')} on {_count(len(roster.nodes), 'node')}, {roster.fold(roster.nodes)}"
+    return Message(f"running {text}; logs in {where}" if where else f"running {text}", "good")
+
+
+def _connected(event: NodeConnected, roster: Roster) -> Message:
+    text = f"{roster.name(event.node_rank)}: connected to {event.hostname}, Python {event.python}, {event.kernel}"
+    return Message(text, "dim", detail=True)
+
+
+def _prepared(event: NodePrepared, roster: Roster) -> Message:
+    using = f", interface {event.interface}" if event.interface else ""
+    return Message(f"{roster.name(event.node_rank)}: ready{using}", "dim", detail=True)
+
+
+def _command_started(event: CommandStarted, roster: Roster) -> Message:
+    return Message(f"{roster.name(event.node_rank)}: command started, pid {event.pid}", "dim", detail=True)
+
+
+def _rank_started(event: RankStarted, roster: Roster) -> Message:
+    return Message(f"{roster.name(event.node_rank)}: rank {event.rank} started, pid {event.pid}", "dim", detail=True)
+
+
+def _rank_exited(event: RankExited, roster: Roster) -> Message:
+    text = f"rank {event.rank} on {roster.name(event.node_rank)} {describe_status(event.status)}"
+    return _ending(text, event.status)
+
+
+def _command_exited(event: CommandExited, roster: Roster) -> Message:
+    return _ending(f"the command on {roster.name(event.node_rank)} {describe_status(event.status)}", event.status)
+
+
+def _ending(text: str, status: ExitStatus) -> Message:
+    return Message(text, "bad") if failed(status) else Message(text, "dim", detail=True)
+
+
+def _swept(event: NodeSwept, roster: Roster) -> Message:
+    name = roster.name(event.node_rank)
+    if not event.survivors:
+        return Message(f"{name}: clean, {_count(event.killed, 'process', 'es')} killed", "dim", detail=True)
+    lines = [f"{name}: {_count(len(event.survivors), 'process', 'es')} outlived SIGKILL:"]
+    lines += [f"  pid {one.pid}, state {one.state}: {one.command}" for one in event.survivors]
+    return Message("\n".join(lines), "bad")
+
+
+def _ended(event: NodeEnded, roster: Roster) -> Message | None:
+    if not event.kept:
+        return None
+    return Message(f"{roster.name(event.node_rank)}: not all output arrived; it is kept there in {event.kept}", "bad")
+
+
+def _lost(event: NodeLost, roster: Roster) -> Message:
+    name = roster.name(event.node_rank)
+    what = f"the supervisor on {name} died" if event.supervisor_died else f"{name} is lost"
+    return Message(f"{what}: {event.reason}", "bad")
+
+
+def _notice(event: Notice, roster: Roster) -> Message:
+    return Message(f"{roster.fold(event.node_ranks)}: {event.text}" if event.node_ranks else event.text)
+
+
+_WORDS: dict[type[Event], Callable[..., Message | None]] = {
+    NodeConnected: _connected,
+    NodePrepared: _prepared,
+    CommandStarted: _command_started,
+    RankStarted: _rank_started,
+    RankExited: _rank_exited,
+    CommandExited: _command_exited,
+    NodeSwept: _swept,
+    NodeEnded: _ended,
+    NodeLost: _lost,
+    Notice: _notice,
+}
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Which nodes the present stage waits for, and since when."""
+
+    roster: Roster
+    stage: Stage | None = None
+    since_s: float = 0.0
+    _past: dict[Stage, set[int]] = field(default_factory=lambda: {stage: set() for stage in Stage})
+    _over: set[int] = field(default_factory=set)
+    _ranks: dict[int, set[int]] = field(default_factory=dict)
+
+    def apply(self, event: Event, at_s: float) -> None:
+        """Take note of one event."""
+        match event:
+            case StageReached():
+                self.enter(event.stage, at_s)
+            case NodeConnected():
+                self._past[Stage.CONNECTING].add(event.node_rank)
+            case NodePrepared():
+                self._past[Stage.PREPARING].add(event.node_rank)
+            case CommandExited():
+                self._past[Stage.STARTING].add(event.node_rank)
+            case RankStarted():
+                self._rank_started(event)
+            case NodeEnded() | NodeLost():
+                self._over.add(event.node_rank)
+
+    def enter(self, stage: Stage, at_s: float) -> None:
+        """Begin to wait for all nodes to pass this stage. A stage that was entered already goes on."""
+        if stage is not self.stage:
+            self.stage, self.since_s = stage, at_s
+
+    def text(self, now: float) -> str:
+        """Say what is waited for, or "" where nothing is."""
+        stage = self.stage
+        if stage not in _WAITS_FOR:
+            return ""
+        if stage is Stage.CONNECTING and not self._missing(stage):
+            stage = Stage.PREPARING  # node by node, it follows at once
+        missing = self._missing(stage)
+        if not missing:
+            return ""
+        total = len(self.roster.nodes)
+        share = f", {total - len(missing)} of {total} done" if total > 1 else ""
+        return f"{_WAITS_FOR[stage]}{share}, waiting for {self.roster.fold(missing)} ({now - self.since_s:.0f} s)"
+
+    def _missing(self, stage: Stage) -> list[int]:
+        past = self._past[stage] | self._over
+        return [node_rank for node_rank in self.roster.nodes if node_rank not in past]
+
+    def _rank_started(self, event: RankStarted) -> None:
+        seen = self._ranks.setdefault(event.node_rank, set())
+        seen.add(event.rank)
+        node = self.roster.nodes.get(event.node_rank)
+        if node and seen.issuperset(node.ranks):
+            self._past[Stage.STARTING].add(event.node_rank)
+
+
+def error_text(error: GpulayerError) -> str:
+    """Lay an error out: its message, each distinct problem with its nodes, reason and hint, then its own hint."""
+    blocks = [f"{PREFIX}error: {error}"]
+    if isinstance(error, RefusedError):
+        groups: dict[tuple[str, str | None], list[str]] = {}
+        for node_id, problem in error.problems.items():
+            groups.setdefault((str(problem), problem.hint), []).append(node_id)
+        for (text, hint), ids in groups.items():
+            blocks.append(f"{fold(ids)}: {text}" + (f"\nhint: {hint}" if hint else ""))
+    if error.hint:
+        blocks.append(f"hint: {error.hint}")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
