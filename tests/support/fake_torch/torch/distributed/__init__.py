@@ -1,0 +1,1 @@
+"""The part of torch.distributed that starts workers."""
