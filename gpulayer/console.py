@@ -74,6 +74,7 @@ class Console:
         self._stopping: set[int] = set()
         self._stopping_untold: set[int] = set()
         self._failed_nodes: set[int] = set()
+        self._succeeded: set[int] = set()
         self._told_waiting = 0
         self._screen = Screen(terminal, self._slow_text, self._options.queue_bytes)
 
@@ -87,6 +88,8 @@ class Console:
             self._output(event, at_s)
             return
         self._waiting.apply(event, at_s)
+        if isinstance(event, RankExited) and event.status.ok:
+            self._succeeded.add(event.rank)
         if isinstance(event, StageReached):
             self._told_waiting = 0
             self._draw_status(at_s)
@@ -134,7 +137,7 @@ class Console:
         return self._screen.close(timeout_s)
 
     def _output(self, event: Output, at_s: float) -> None:
-        if self._is_hidden(event.node_rank, event.rank):
+        if self._is_hidden(event.node_rank, event.rank) or self._is_after_success(event):
             return
         key = (event.node_rank, event.rank, event.stream)
         stream = self._streams.get(key)
@@ -163,6 +166,16 @@ class Console:
     def _is_hidden(self, node_rank: int, rank: int | None) -> bool:
         stopping = node_rank in self._stopping and not self._options.verbose
         return stopping and (node_rank, rank) != self._first
+
+    def _is_after_success(self, event: Output) -> bool:
+        """True for what torchrun itself says once all of its ranks have succeeded.
+
+        Where the head's torchrun leaves first, the others fill a screen with its missing store, and exit 0.
+        """
+        if event.rank is not None or self._options.verbose:
+            return False
+        node = self._roster.nodes.get(event.node_rank)
+        return node is not None and set(node.ranks) <= self._succeeded
 
     def _is_consequence(self, event: Event) -> bool:
         """True for an end that something told earlier explains: another failure on the node, or that it was stopped."""

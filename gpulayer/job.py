@@ -129,7 +129,7 @@ class RendezvousSpec(_Frozen):
     @field_validator("join_timeout_s")
     @classmethod
     def _join_timeout(cls, value: float) -> float:
-        return _seconds("--join-timeout", value)
+        return seconds("--join-timeout", value)
 
 
 class DistributedJob(_Frozen):
@@ -205,17 +205,17 @@ class DistributedJob(_Frozen):
     @field_validator("timeout_s")
     @classmethod
     def _timeout(cls, value: float | None) -> float | None:
-        return value if value is None else _seconds("--timeout", value)
+        return value if value is None else seconds("--timeout", value)
 
     @field_validator("grace_s")
     @classmethod
     def _grace(cls, value: float) -> float:
-        return _seconds("--grace", value, zero=True)
+        return seconds("--grace", value, zero=True)
 
     @field_validator("lost_after_s")
     @classmethod
     def _lost_after(cls, value: float) -> float:
-        return _seconds("--lost-after", value)
+        return seconds("--lost-after", value)
 
 
 def _check(check: Callable[[str], None], value: str, where: str) -> None:
@@ -226,7 +226,8 @@ def _check(check: Callable[[str], None], value: str, where: str) -> None:
         raise JobError(f"{where}: `{value}` {error}", hint=error.hint) from error
 
 
-def _seconds(option: str, value: float, *, zero: bool = False) -> float:
+def seconds(option: str, value: float, *, zero: bool = False) -> float:
+    """Return a duration that makes sense. Raises JobError naming the option for any other."""
     if math.isfinite(value) and (value > 0 or (zero and value == 0)):
         return value
     raise JobError(f"`{option}` is {value:g}, a number of seconds {'from 0 up' if zero else 'above 0'} is expected")

@@ -89,10 +89,6 @@ class RunPaths:
         who = "torchrun" if rank is None else f"rank{rank}"
         return self.node(node_rank) / f"{who}.{stream}.log"
 
-    def outputs(self, node_rank: int) -> Path:
-        """The folder for files that a node hands back."""
-        return self.node(node_rank) / "outputs"
-
 
 def event_json(event: Event, at_s: float) -> dict[str, object]:
     """Return the form of an event in events.jsonl. Tails are left out: their bytes are in the rank's own files."""

@@ -116,7 +116,7 @@ def _prepared(event: NodePrepared, roster: Roster) -> Message:
 
 
 def _command_started(event: CommandStarted, roster: Roster) -> Message:
-    return Message(f"{roster.name(event.node_rank)}: command started, pid {event.pid}", "dim", detail=True)
+    return Message(f"{roster.name(event.node_rank)}: torchrun started, pid {event.pid}", "dim", detail=True)
 
 
 def _rank_started(event: RankStarted, roster: Roster) -> Message:
@@ -129,7 +129,7 @@ def _rank_exited(event: RankExited, roster: Roster) -> Message:
 
 
 def _command_exited(event: CommandExited, roster: Roster) -> Message:
-    return _ending(f"the command on {roster.name(event.node_rank)} {describe_status(event.status)}", event.status)
+    return _ending(f"torchrun on {roster.name(event.node_rank)} {describe_status(event.status)}", event.status)
 
 
 def _ending(text: str, status: ExitStatus) -> Message:
@@ -152,9 +152,7 @@ def _ended(event: NodeEnded, roster: Roster) -> Message | None:
 
 
 def _lost(event: NodeLost, roster: Roster) -> Message:
-    name = roster.name(event.node_rank)
-    what = f"the supervisor on {name} died" if event.supervisor_died else f"{name} is lost"
-    return Message(f"{what}: {event.reason}", "bad")
+    return Message(f"{roster.name(event.node_rank)} is lost: {event.reason}", "bad")
 
 
 def _notice(event: Notice, roster: Roster) -> Message:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gpulayer.plan import NodeCommand, Plan
 
-WIDTH = 100
+WIDTH = 80
 """Columns that the text form keeps to, a single longer word aside."""
 
 _LABEL = 10
@@ -75,7 +75,8 @@ def _bytes(char: str) -> bytes:
 def _header(plan: Plan) -> Iterator[str]:
     nodes = _count(plan.nnodes, "node")
     processes = _count(plan.world_size, "process", "processes")
-    yield f"job {plan.job_id}: {nodes}, {processes}, rendezvous at {plan.master_addr} port {plan.master_port}"
+    yield f"job {plan.job_id}: {nodes}, {processes}"
+    yield f"rendezvous: {plan.master_addr} port {plan.master_port}"
     if plan.uneven:
         counts: dict[int, list[str]] = {}
         for node in plan.nodes:

@@ -199,7 +199,7 @@ def test_failing_job_verbose(tmp_path: Path) -> None:
         "[2] last words",
         "[2] torchrun: failed",
         "gpulayer: rank 0 on gpu-01 was killed by SIGTERM",
-        "gpulayer: the command on gpu-03 exited with code 1",
+        "gpulayer: torchrun on gpu-03 exited with code 1",
         *[f"gpulayer: gpu-0{number}: clean, 1 process killed" for number in (1, 2, 3, 4)],
     ]
 
@@ -237,7 +237,7 @@ def test_other_messages(tmp_path: Path) -> None:
     ]
     assert show(tmp_path, recording)[1].splitlines()[1:] == [
         "gpulayer: gpu-02 is lost: nothing was heard of it for 30 s",
-        "gpulayer: the supervisor on gpu-03 died: its link closed",
+        "gpulayer: gpu-03 is lost: its link closed",
         "gpulayer: gpu-01: 2 processes outlived SIGKILL:",
         "            pid 77, state D: python train.py",
         "            pid 78, state Z: x",

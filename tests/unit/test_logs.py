@@ -58,7 +58,7 @@ def test_file_names() -> None:
     paths = RunPaths(Path("runs/j"))
     names = [
         paths.plan, paths.receipt, paths.events, paths.output(1, 5, "stdout"), paths.output(1, 5, "stderr"),
-        paths.output(0, None, "stdout"), paths.output(0, None, "stderr"), paths.outputs(2),
+        paths.output(0, None, "stdout"), paths.output(0, None, "stderr"),
     ]  # fmt: skip
     assert [str(name) for name in names] == [
         "runs/j/plan.json",
@@ -68,7 +68,6 @@ def test_file_names() -> None:
         "runs/j/node1/rank5.stderr.log",
         "runs/j/node0/torchrun.stdout.log",
         "runs/j/node0/torchrun.stderr.log",
-        "runs/j/node2/outputs",
     ]
 
 

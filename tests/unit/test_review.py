@@ -76,8 +76,9 @@ def test_text_width() -> None:
 
 def test_text_of_one_node() -> None:
     """A plain job on one node has a short heading, in the singular."""
-    assert render_text(plan(script(), nodes(1))).splitlines()[:3] == [
-        "job 20261129-150210-k3f9: 1 node, 1 process, rendezvous at 10.0.0.11 port 29500",
+    assert render_text(plan(script(), nodes(1))).splitlines()[:4] == [
+        "job 20261129-150210-k3f9: 1 node, 1 process",
+        "rendezvous: 10.0.0.11 port 29500",
         "limits: join 300 s, grace 30 s, lost after 30 s",
         "",
     ]
