@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from gpulayer.errors import GpulayerError, RefusedError
+from gpulayer.errors import GpulayerError, NodeError, RefusedError
 from gpulayer.events import (
     CommandExited,
     CommandStarted,
@@ -26,7 +26,7 @@ from gpulayer.events import (
 from gpulayer.ranges import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
 PREFIX = "gpulayer: "
@@ -235,14 +235,23 @@ def error_text(error: GpulayerError) -> str:
     """Lay an error out: its message, each distinct problem with its nodes, reason and hint, then its own hint."""
     blocks = [f"{PREFIX}error: {error}"]
     if isinstance(error, RefusedError):
-        groups: dict[tuple[str, str | None], list[str]] = {}
-        for node_id, problem in error.problems.items():
-            groups.setdefault((str(problem), problem.hint), []).append(node_id)
-        for (text, hint), ids in groups.items():
+        for text, hint, ids in _alike(error.problems):
             blocks.append(f"{fold(ids)}: {text}" + (f"\nhint: {hint}" if hint else ""))
     if error.hint:
         blocks.append(f"hint: {error.hint}")
     return "\n\n".join(blocks) + "\n"
+
+
+def _alike(problems: Mapping[str, NodeError]) -> list[tuple[str, str | None, list[str]]]:
+    """Return each distinct problem once, with its nodes. Where texts differ by the node's own id alone, it is NODE."""
+    groups: dict[tuple[str, str | None], list[str]] = {}
+    for node_id, problem in problems.items():
+        hint = problem.hint and problem.hint.replace(node_id, "NODE")
+        groups.setdefault((str(problem).replace(node_id, "NODE"), hint), []).append(node_id)
+    return [
+        (text, hint, ids) if len(ids) > 1 else (str(problems[ids[0]]), problems[ids[0]].hint, ids)
+        for (text, hint), ids in groups.items()
+    ]
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -1,0 +1,1 @@
+"""Tests; tests/README.md says which ring needs what."""

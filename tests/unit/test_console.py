@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpulayer.console import Console, ConsoleOptions, ShownNode, Terminal, render_table
-from gpulayer.errors import ConnectTimeoutError, HostsFileError, PythonMissingError, RefusedError
+from gpulayer.errors import ConnectTimeoutError, HostsFileError, NameNotFoundError, PythonMissingError, RefusedError
 from gpulayer.events import (
     CommandExited,
     CommandStarted,
@@ -417,6 +417,19 @@ def test_refused_screen(tmp_path: Path) -> None:
         "hint: is it up?\n"
         "\n"
         "gpu-02: no `python3` there\n"
+    )
+
+
+def test_refusals_that_differ_by_the_name_alone(tmp_path: Path) -> None:
+    """Sixty-four names that mean nothing are one block, in which NODE stands for each of them."""
+    ids = [f"gpu-{number:02}" for number in range(64)]
+    problems = {node_id: NameNotFoundError(f"{node_id}.lan has no address", hint=f"try {node_id}") for node_id in ids}
+    error = RefusedError("64 of 64 nodes cannot take part, so nothing was started", {**problems})
+    assert show(tmp_path, [], (), then=lambda console: console.print_error(error))[1] == (
+        "gpulayer: error: 64 of 64 nodes cannot take part, so nothing was started\n"
+        "\n"
+        "gpu-[00-63]: NODE.lan has no address\n"
+        "hint: try NODE\n"
     )
 
 

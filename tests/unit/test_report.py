@@ -1,0 +1,289 @@
+"""The last block on the screen and the receipt, as whole texts."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpulayer.events import (
+    CommandExited,
+    CommandStarted,
+    ExitStatus,
+    NodeConnected,
+    NodeEnded,
+    NodeLost,
+    NodePrepared,
+    NodeStopping,
+    NodeSwept,
+    RankExited,
+    RankStarted,
+    Survivor,
+    Tail,
+)
+from gpulayer.outcome import Ledger, NodeRecord
+from gpulayer.report import TAIL_LINES, receipt_json, render_report
+from tests.support.plans import JOB_ID, nodes, plan, script
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gpulayer.events import Event
+
+OK = ExitStatus(code=0)
+PLAN = plan(script(grace_s=5, lost_after_s=7), nodes(2, 2, 2))
+RUN_DIR = Path("runs") / JOB_ID
+HINT = (
+    f"    hint: on gpu-02, `grep -lzx GPULAYER_JOB_ID={JOB_ID} /proc/[0-9]*/environ` names what is left; "
+    "end it with `kill -9`"
+)
+UNVERIFIED = "could not be verified, its supervisor ends its part by itself within 12 s"
+
+
+def _ledger(*events: Event, started: Iterable[int] = (0, 1, 2)) -> Ledger:
+    """A job of three nodes with two ranks each; the events come half a second apart, from 1.5 s on."""
+    ledger = Ledger([NodeRecord(node.node_rank, node.node_id, node.ranks) for node in PLAN.nodes])
+    for node_rank in started:
+        ledger.apply(CommandStarted(node_rank, 40), 1.0)
+        for local_rank in (0, 1):
+            ledger.apply(RankStarted(node_rank, 2 * node_rank + local_rank, 50 + local_rank), 1.0)
+    for number, event in enumerate(events, 1):
+        ledger.apply(event, 1 + number / 2)
+    return ledger
+
+
+def _ended(node_rank: int, code: int = 0, *survivors: Survivor, kept: str = "") -> list[Event]:
+    exited = CommandExited(node_rank, ExitStatus(code=code))
+    return [exited, NodeSwept(node_rank, 1, survivors), NodeEnded(node_rank, kept)]
+
+
+def _stopped(*node_ranks: int) -> list[Event]:
+    told: list[Event] = [NodeStopping(node_rank) for node_rank in node_ranks]
+    return told + [event for node_rank in node_ranks for event in _ended(node_rank, 1)]
+
+
+def _report(ledger: Ledger) -> list[str]:
+    text = render_report(PLAN, ledger, 12.34, RUN_DIR)
+    assert text.endswith("\n")
+    return text.splitlines()
+
+
+def test_success() -> None:
+    """Nodes that fared alike share a line."""
+    assert _report(_ledger(*_ended(2), *_ended(0), *_ended(1))) == [
+        f"gpulayer: job {JOB_ID} succeeded after 12.3 s",
+        "  gpu-[01-03]: succeeded; verified clean",
+        f"  logs: runs/{JOB_ID}",
+    ]
+
+
+def test_a_rank_that_failed() -> None:
+    """Rank, node, code, time and last lines of the first failure; then each node, those it took along too."""
+    tail = Tail(stdout=b"step 1\n", stderr=b"Traceback:\r\n  boom \xff\n\n")
+    failed = RankExited(1, 2, ExitStatus(code=17), tail)
+    taken = RankExited(1, 3, ExitStatus(signal=15))
+    assert _report(_ledger(failed, taken, *_stopped(0, 2), *_ended(1, 1))) == [
+        f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 1",
+        "  first: rank 2 on node 1 (gpu-02) exited with code 17, 1.5 s into the job",
+        "  its last lines on stderr:",
+        "    Traceback:",
+        "      boom \ufffd",
+        "  gpu-[01,03]: stopped by gpulayer; verified clean",
+        "  gpu-02: failed: rank 2 exited with code 17; verified clean",
+        f"  logs: runs/{JOB_ID}",
+    ]
+
+
+def test_a_rank_that_was_killed_and_said_nothing_on_stderr() -> None:
+    """A signal is named, and stdout's last lines stand in."""
+    failed = RankExited(0, 1, ExitStatus(signal=9), Tail(stdout=b"step 1\nstep 2\n", stderr=b" \n"))
+    assert _report(_ledger(failed, *_ended(0, 1), *_stopped(1, 2)))[1:5] == [
+        "  first: rank 1 on node 0 (gpu-01) was killed by SIGKILL, 1.5 s into the job",
+        "  its last lines on stdout:",
+        "    step 1",
+        "    step 2",
+    ]
+
+
+def test_the_error_file_of_torchrun_comes_first() -> None:
+    """Where the script recorded its exception, that traceback is shown."""
+    error = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "Traceback:\n  ValueError: no\n"}}}
+    tail = Tail(stderr=b"noise\n", error_file=json.dumps(error).encode())
+    lines = _report(_ledger(RankExited(0, 0, ExitStatus(code=1), tail)))
+    assert lines[2:5] == ["  its error file says:", "    Traceback:", "      ValueError: no"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"message": "text"}', b'{"message": {"extraInfo": {}}}', b"[" * 100_000, b"\xff"]
+)
+def test_any_other_error_file_is_passed_over(content: bytes) -> None:
+    """An error file that is not as expected costs nothing but itself."""
+    tail = Tail(stderr=b"the reason\n", error_file=content)
+    lines = _report(_ledger(RankExited(0, 0, ExitStatus(code=1), tail)))
+    assert lines[2:4] == ["  its last lines on stderr:", "    the reason"]
+
+
+def test_no_more_than_the_last_lines_are_shown() -> None:
+    """A long tail is cut at the front."""
+    tail = Tail(stderr=b"".join(b"line %d\n" % number for number in range(100)))
+    lines = _report(_ledger(RankExited(0, 0, ExitStatus(code=1), tail)))
+    assert lines[3 : 3 + TAIL_LINES] == [f"    line {number}" for number in range(100 - TAIL_LINES, 100)]
+
+
+def test_torchrun_that_failed_by_itself() -> None:
+    """Where no rank failed before, the command is blamed, with its own last lines."""
+    failed = CommandExited(2, ExitStatus(code=2), Tail(stderr=b"usage: torchrun\n"))
+    assert _report(_ledger(failed, NodeSwept(2, 0), NodeEnded(2), *_stopped(0, 1))) == [
+        f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 1",
+        "  first: torchrun on node 2 (gpu-03) exited with code 2, 1.5 s into the job",
+        "  its last lines on stderr:",
+        "    usage: torchrun",
+        "  gpu-[01-02]: stopped by gpulayer; verified clean",
+        "  gpu-03: failed; verified clean",
+        f"  logs: runs/{JOB_ID}",
+    ]
+
+
+def test_a_node_that_was_lost() -> None:
+    """It could not be looked at, so it says by when it ends by itself, and where output is kept."""
+    assert _report(_ledger(NodeLost(1, "nothing was heard of it for 7 s"), *_stopped(0, 2))) == [
+        f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 4",
+        "  first: node 1 (gpu-02) was lost: nothing was heard of it for 7 s, 1.5 s into the job",
+        "  gpu-[01,03]: stopped by gpulayer; verified clean",
+        f"  gpu-02: lost: nothing was heard of it for 7 s; {UNVERIFIED}",
+        f"    output that did not arrive is on gpu-02 in /tmp/gpulayer-{JOB_ID}-n1",
+        f"  logs: runs/{JOB_ID}",
+    ]
+
+
+def test_a_supervisor_that_died() -> None:
+    """Seen clean by a second login, it is exit code 4; not seen, 5, and how to look."""
+    died = NodeLost(1, "its supervisor died (signal KILL)", supervisor_died=True)
+    seen = _report(_ledger(died, *_stopped(0, 2), NodeSwept(1, 2)))
+    assert seen[0] == f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 4"
+    assert seen[3] == "  gpu-02: lost: its supervisor died (signal KILL); verified clean"
+    unseen = _report(_ledger(died, *_stopped(0, 2)))
+    assert unseen[0] == f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 5"
+    assert unseen[3:5] == [
+        "  gpu-02: lost: its supervisor died (signal KILL); something may still run there",
+        HINT,
+    ]
+
+
+def test_a_process_that_will_not_die() -> None:
+    """After a success too: what is left is named, and the exit code is 5."""
+    stuck = Survivor(77, "D", "python train.py")
+    assert _report(_ledger(*_ended(0), *_ended(1, 0, stuck), *_ended(2))) == [
+        f"gpulayer: job {JOB_ID} ended, but something may still run, after 12.3 s, exit code 5",
+        "  gpu-[01,03]: succeeded; verified clean",
+        "  gpu-02: succeeded; something may still run there",
+        "    still there: pid 77, state D, python train.py",
+        HINT,
+        f"  logs: runs/{JOB_ID}",
+    ]
+
+
+def test_output_that_did_not_arrive() -> None:
+    """The folder that was kept on a node is named."""
+    lines = _report(_ledger(*_ended(0), *_ended(1, kept="/tmp/gpulayer-x-n1"), *_ended(2)))
+    assert lines[1:3] == [
+        "  gpu-[01-03]: succeeded; verified clean",
+        "    output that did not arrive is on gpu-02 in /tmp/gpulayer-x-n1",
+    ]
+
+
+def test_stopped_by_a_signal_before_the_start() -> None:
+    """Nothing had started anywhere, and it says so."""
+    ledger = _ledger(started=())
+    ledger.interrupted(signal.SIGINT, 0.25)
+    assert _report(ledger) == [
+        f"gpulayer: job {JOB_ID} was stopped after 12.3 s, exit code 130",
+        "  first: gpulayer received SIGINT, 0.2 s into the job",
+        "  gpu-[01-03]: never started",
+        f"  logs: runs/{JOB_ID}",
+    ]
+
+
+def test_left_at_once_while_it_runs() -> None:
+    """After the third Ctrl-C nothing is verified, and each node says what becomes of it."""
+    ledger = _ledger()
+    ledger.interrupted(signal.SIGTERM, 2.0)
+    assert _report(ledger)[2] == f"  gpu-[01-03]: running; {UNVERIFIED}"
+
+
+def test_limits() -> None:
+    """The option whose limit was reached is named with its value; the join limit with the nodes that are late."""
+    ledger = _ledger()
+    ledger.timed_out(90, 91.04)
+    assert _report(ledger)[:2] == [
+        f"gpulayer: job {JOB_ID} reached its time limit after 12.3 s, exit code 124",
+        "  first: --timeout, 90 s, was reached",
+    ]
+    ledger = _ledger(started=(1,))
+    ledger.join_timed_out(300, 300.1)
+    assert _report(ledger)[:2] == [
+        f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 1",
+        "  first: within --join-timeout, 300 s, not all ranks had started on gpu-[01,03]",
+    ]
+
+
+def test_the_receipt_of_a_job_that_failed() -> None:
+    """Everything that is known of the job and of each node, in plain values."""
+    ledger = _ledger(
+        NodeConnected(1, "host-b", "3.11.2", "6.1.0", 9),
+        NodePrepared(1, "ib0"),
+        RankExited(1, 2, ExitStatus(code=17), Tail(stderr=b"not in the receipt")),
+        *_stopped(0),
+        *_ended(1, 1, Survivor(77, "D", "python train.py"), kept="/tmp/kept"),
+        NodeLost(2, "cut"),
+    )
+    receipt = json.loads(json.dumps(receipt_json(PLAN, ledger, 12.3456, 99)))
+    assert {key: value for key, value in receipt.items() if key not in {"cause", "nodes"}} == {
+        "version": 1,
+        "job_id": JOB_ID,
+        "exit_code": 5,
+        "took_s": 12.346,
+        "lost_log_bytes": 99,
+    }
+    assert receipt["cause"] == {
+        "kind": "rank",
+        "at_s": 2.5,
+        "node_rank": 1,
+        "node_id": "gpu-02",
+        "rank": 2,
+        "code": 17,
+        "signal": None,
+        "text": "rank 2 on node 1 (gpu-02) exited with code 17, 2.5 s into the job",
+    }
+    assert receipt["nodes"][1] == {
+        "node_rank": 1,
+        "node_id": "gpu-02",
+        "outcome": "failed",
+        "verified_clean": False,
+        "survivors": [{"pid": 77, "state": "D", "command": "python train.py"}],
+        "hostname": "host-b",
+        "kernel": "6.1.0",
+        "python": "3.11.2",
+        "interface": "ib0",
+        "started_s": 1.0,
+        "ended_s": 6.0,
+        "code": 1,
+        "signal": None,
+        "lost": None,
+        "kept_on_node": "/tmp/kept",
+        "ranks": [
+            {"rank": 2, "pid": 50, "code": 17, "signal": None},
+            {"rank": 3, "pid": 51, "code": None, "signal": None},
+        ],
+    }
+    assert [node["outcome"] for node in receipt["nodes"]] == ["stopped", "failed", "lost"]
+    assert (receipt["nodes"][2]["lost"], receipt["nodes"][2]["verified_clean"]) == ("cut", False)
+
+
+def test_the_receipt_of_a_success_has_no_cause() -> None:
+    """`cause` is null where nothing went wrong."""
+    receipt = receipt_json(PLAN, _ledger(*_ended(0), *_ended(1), *_ended(2)), 1.0, 0)
+    assert (receipt["exit_code"], receipt["cause"]) == (0, None)
