@@ -1,0 +1,1 @@
+"""Benchmarks; run.py is the way in."""
