@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # program:Debian package, for what the tests run on their hosts. fish and tcsh are there as login shells.
-TEST_PROGRAMS := sshd:openssh-server ssh:openssh-client ip:iproute2 unshare:util-linux mount:mount fish:fish tcsh:tcsh
+TEST_PROGRAMS := sshd:openssh-server ssh:openssh-client ip:iproute2 unshare:util-linux mount:mount nft:nftables fish:fish tcsh:tcsh
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -76,6 +76,12 @@ codes](exit-codes.md).
 """
 
 _COMMAND_NOTES = {
+    "check": """\
+The checks are those that `run` makes before it starts anything: see [preflight](../troubleshooting.md#preflight).
+Without SCRIPT, no script is looked for. The exit code is 0 where a job would run, with warnings or without, and 3
+where it would not. `--format json` gives the findings, the port that a job would use, and how long each node's
+connection to it took.
+""",
     "run": """\
 **Nodes.** `--nodelist` and `--exclude` narrow the map; then the first N nodes that are left are drawn, in the map's
 order. That order is the order of node ranks, whatever the order in `--nodelist`. Ranges are written as [in the
@@ -89,6 +95,10 @@ in. A relative `--workdir` starts from that folder too. The folder must be there
 
 **Environment.** `-e NAME=VALUE` sets a variable, `-e NAME` passes on the value that it has here. Both are explained,
 with the names that cannot be set, in [placeholders and environment](placeholders.md).
+
+**Checks.** Before anything starts, [preflight](../troubleshooting.md#preflight) looks at all nodes at once. A failure
+refuses the job, with exit code 3; a warning is shown and the job goes on. Where nobody asked for a port and 29500 is
+taken, the next free one up to 29599 is used, and gpulayer says so.
 
 **Limits.** `--timeout` and `--join-timeout` count from the moment when all nodes are ready and the command is
 started. `--join-timeout` is also torchrun's own patience, rounded up to whole seconds. `--lost-after` is how long a

@@ -9,17 +9,9 @@ import importlib.resources
 import zlib
 from functools import cache
 
-from gpulayer import supervisor
+from gpulayer import probe, supervisor
 
-
-def bootstrap_command(python: str) -> str:
-    """Return the one command line that a login shell is given. bash, dash, zsh, fish and tcsh read it alike.
-
-    The interpreter runs isolated (-I, -S, -E) and executes the first line of its stdin.
-    """
-    return f"exec '{python}' -ISE -c 'import os;f=os.fdopen(0,\"rb\",0);exec(f.readline())'"
-
-
+STAGE_ONE = 'import os;f=os.fdopen(0,"rb",0);exec(f.readline())'
 STAGE_TWO = """
 import os,sys
 greeting={greeting!r}
@@ -33,21 +25,44 @@ while len(data)<{size}:
  if not piece:
   os._exit(1)
  data+=piece
-scope={{"__name__":"gpulayer_supervisor"}}
-exec(compile(zlib.decompress(data),"gpulayer_supervisor","exec"),scope)
+scope={{"__name__":{name!r}}}
+exec(compile(zlib.decompress(data),{name!r},"exec"),scope)
 scope["main"]({nonce!r})
 """
 
 
+def bootstrap_command(python: str) -> str:
+    """Return the one command line that a login shell is given. bash, dash, zsh, fish and tcsh read it alike.
+
+    The interpreter runs isolated (-I, -S, -E) and executes the first line of its stdin.
+    """
+    return f"exec '{python}' -ISE -c '{STAGE_ONE}'"
+
+
+def probe_argv(python: str) -> list[str]:
+    """Return what runs the probe: the job's own Python with all that the job finds there, so not isolated."""
+    return [python, "-c", STAGE_ONE]
+
+
 @cache
-def supervisor_source() -> bytes:
-    """Return the supervisor's source, compressed."""
-    return zlib.compress(importlib.resources.files("gpulayer").joinpath("supervisor.py").read_bytes(), 9)
+def compressed_source(name: str) -> bytes:
+    """Return the source of one of gpulayer's modules as it is sent."""
+    return zlib.compress(importlib.resources.files("gpulayer").joinpath(f"{name}.py").read_bytes(), 9)
 
 
 def bootstrap_input(nonce: str) -> bytes:
-    """Return what goes down stdin first: a line of Python that any version reads, then the compressed supervisor."""
-    source = supervisor_source()
-    greeting = supervisor.HELLO + nonce.encode() + b"\n"
-    stage = STAGE_TWO.format(greeting=greeting, minimum=supervisor.MIN_PYTHON, size=len(source), nonce=nonce)
+    """Return what goes down a supervisor's stdin first: a line that any Python reads, then the compressed source."""
+    return _input("supervisor", supervisor.HELLO + nonce.encode() + b"\n", nonce)
+
+
+def probe_input(nonce: str) -> bytes:
+    """Return what goes down a probe's stdin first."""
+    return _input("probe", probe.HELLO + nonce.encode() + b"\n", nonce)
+
+
+def _input(module: str, greeting: bytes, nonce: str) -> bytes:
+    source = compressed_source(module)
+    stage = STAGE_TWO.format(
+        greeting=greeting, minimum=supervisor.MIN_PYTHON, size=len(source), nonce=nonce, name=f"gpulayer_{module}"
+    )
     return b"exec(" + repr(stage.strip() + "\n").encode() + b")\n" + source

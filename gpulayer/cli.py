@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import sys
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,26 @@ import typer
 
 from gpulayer import __version__
 from gpulayer.errors import GpulayerError, JobError, RequestError
-from gpulayer.options import Format, HostsOptions, PlanOptions, RunOptions, takes
+from gpulayer.options import (
+    CheckFormat,
+    CheckOptions,
+    Format,
+    HostsOptions,
+    NodesOptions,
+    PlanOptions,
+    RunOptions,
+    takes,
+)
 from gpulayer.screen import open_standard_fds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpulayer.console import Console
+    from gpulayer.job import DistributedJob
     from gpulayer.plan import Plan
+    from gpulayer.preflight import PreflightSettings
+    from gpulayer.ssh import SshSettings
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, wherever typer has it from
 EXIT_INTERRUPTED = 130
@@ -97,30 +112,42 @@ def _gpulayer(
 @takes(RunOptions)
 def run(options: RunOptions) -> int:
     """Launch a torchrun job on drawn nodes. All after SCRIPT is the script's."""
-    from gpulayer.job import seconds
-
-    plan = make_plan(options)
-    connect_timeout_s = seconds("--connect-timeout", options.connect_timeout)
+    planned = make_plan(options, options.job(os.environ), options.job_id)
+    ssh = _ssh_settings(options)
     if options.dry_run:
-        return show_plan(plan, options.format)
+        return show_plan(planned.plan, options.format)
     from gpulayer.console import ConsoleOptions, Terminal
     from gpulayer.launch import LaunchSettings, launch
-    from gpulayer.ssh import SshSettings
 
     settings = LaunchSettings(
         cwd=Path.cwd(),
         run_dir=options.run_dir,
-        ssh=SshSettings(config=options.ssh_config, connect_timeout_s=connect_timeout_s),
+        ssh=ssh,
         console=ConsoleOptions(label=options.label.value, verbose=options.verbose),
+        preflight=None if options.no_preflight else _preflight_settings(planned, options),
     )
-    return launch(plan, settings, Terminal.detect(os.environ))
+    return launch(planned.plan, settings, Terminal.detect(os.environ))
 
 
 @app.command(context_settings=SCRIPT_LAST, short_help="Print the plan of a job and touch nothing.")
 @takes(PlanOptions)
 def render(options: PlanOptions) -> int:
     """Print the plan of a job and touch nothing: what `run` with the same options would send."""
-    return show_plan(make_plan(options), options.format)
+    return show_plan(make_plan(options, options.job(os.environ), options.job_id).plan, options.format)
+
+
+@app.command(context_settings=SCRIPT_LAST, short_help="Check whether a job would run, and start nothing.")
+@takes(CheckOptions)
+def check(options: CheckOptions) -> int:
+    """Run the checks of `run` on the drawn nodes, for SCRIPT or for none, and start nothing."""
+    planned = make_plan(options, options.job(os.environ), None)
+    from gpulayer.console import Terminal
+    from gpulayer.launch import check_nodes
+
+    settings = _preflight_settings(planned, options)
+    as_json = options.format is CheckFormat.JSON
+    terminal = Terminal.detect(os.environ)
+    return check_nodes(planned.plan, _ssh_settings(options), settings, terminal, as_json=as_json)
 
 
 @app.command(short_help="Show the hosts map.")
@@ -156,7 +183,15 @@ def demo() -> int:
     return run_demo(run_cli)
 
 
-def make_plan(options: PlanOptions) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and how to have it with another rendezvous port."""
+
+    plan: Plan
+    replan: Callable[[int], Plan]
+
+
+def make_plan(options: NodesOptions, job: DistributedJob, job_id: str | None) -> Planned:
     """Read the map, draw nodes, place ranks and resolve every command. Raises RequestError; contacts nothing."""
     from gpulayer.hosts import find_hosts_file, load_hosts
     from gpulayer.placement import NodePool, plan_group
@@ -165,7 +200,6 @@ def make_plan(options: PlanOptions) -> Plan:
 
     cwd = Path.cwd()
     _check_ssh_config(options.ssh_config)
-    job = options.job(os.environ)
     host_map = load_hosts(find_hosts_file(options.hosts, os.environ, cwd))
     pool = NodePool(host_map.nodes).narrow(options.nodelist, options.exclude)
     nodes = [host_map.node(node_id) for node_id in pool.acquire(job.nnodes)]
@@ -178,8 +212,34 @@ def make_plan(options: PlanOptions) -> Plan:
         is_local=is_local_address,
         practice=host_map.practice,
     )
-    job_id = new_job_id(datetime.now(), secrets.token_hex(2)) if options.job_id is None else options.job_id
-    return build_plan(job, placement, job_id, cwd)
+    known_id = new_job_id(datetime.now(), secrets.token_hex(2)) if job_id is None else job_id
+
+    def plan_with(port: int) -> Plan:
+        return build_plan(job, replace(placement, master_port=port), known_id, cwd)
+
+    return Planned(plan_with(placement.master_port), plan_with)
+
+
+def _ssh_settings(options: RunOptions | CheckOptions) -> SshSettings:
+    from gpulayer.job import seconds
+    from gpulayer.ssh import SshSettings
+
+    connect_timeout_s = seconds("--connect-timeout", options.connect_timeout)
+    return SshSettings(config=options.ssh_config, connect_timeout_s=connect_timeout_s)
+
+
+def _preflight_settings(planned: Planned, options: RunOptions | CheckOptions) -> PreflightSettings:
+    from gpulayer.findings import CheckOptions as Judged
+    from gpulayer.job import seconds
+    from gpulayer.preflight import PreflightSettings
+
+    judged = Judged(
+        backend=options.backend.value if options.backend else None,
+        allow_dirty=options.allow_dirty,
+        strict=options.strict,
+        limit_s=seconds("--preflight-timeout", options.preflight_timeout),
+    )
+    return PreflightSettings(judged, options.script, options.module, planned.replan)
 
 
 def _check_ssh_config(path: Path | None) -> None:

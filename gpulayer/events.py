@@ -76,6 +76,13 @@ class NodeConnected:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeChecked:
+    """The node's probe has told what the node is like."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodePrepared:
     """The node is ready to start; `interface` is what GLOO_SOCKET_IFNAME gets there, or "" when it needs none."""
 
@@ -174,6 +181,7 @@ class Notice:
 Event = (
     StageReached
     | NodeConnected
+    | NodeChecked
     | NodePrepared
     | CommandStarted
     | RankStarted

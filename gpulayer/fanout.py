@@ -8,19 +8,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpulayer import supervisor
 from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import HandshakeError, NodeError, RefusedError
 from gpulayer.events import Event, NodeLost, Notice, Output, Stage, StageReached
 from gpulayer.outcome import Ledger, NodeRecord
+from gpulayer.preflight import Preflight
 from gpulayer.remote import RemoteNode
 from gpulayer.ssh import SshTarget
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
     from gpulayer.plan import NodeCommand, Plan
+    from gpulayer.preflight import PreflightResult, PreflightSettings
     from gpulayer.ssh import SshConnector, SshLink
+
+Result = TypeVar("Result")
 
 TICK_S = 0.2
 HANDSHAKE_LIMIT_S = 30.0
@@ -44,9 +50,13 @@ class Observer(Protocol):
 class Fanout:
     """One run of a plan. `run` returns the ledger; `interrupt` may be called at any time from the same thread."""
 
-    def __init__(self, plan: Plan, connector: SshConnector, observer: Observer) -> None:
+    def __init__(
+        self, plan: Plan, connector: SshConnector, observer: Observer, preflight: PreflightSettings | None = None
+    ) -> None:
         self.ledger = Ledger([NodeRecord(node.node_rank, node.node_id, node.ranks) for node in plan.nodes])
-        self._plan, self._connector, self._observer = plan, connector, observer
+        self.checked: PreflightResult | None = None
+        self._plan, self._connector, self._observer, self._preflight = plan, connector, observer, preflight
+        self._only_check = False
         self._began_s = time.monotonic()
         self._started_s: float | None = None
         self._pinged_s = 0.0
@@ -59,17 +69,36 @@ class Fanout:
         self._changed = asyncio.Event()
 
     async def run(self) -> Ledger:
-        """Run the job to its end. Raises RefusedError when a node cannot take part; nothing was started then."""
-        self._nodes = [RemoteNode(self._plan, node.node_rank, self._emit) for node in self._plan.nodes]
-        try:
-            self._emit(StageReached(Stage.CONNECTING))
+        """Run the job to its end.
+
+        Raises RefusedError when nodes cannot take part, PreflightError when they could not run it; nothing was
+        started then.
+        """
+        async with self._connecting():
             if await self._ready_all():
                 self._start_all()
                 await self._supervise()
             self._emit(StageReached(Stage.DONE))
+        return self.ledger
+
+    async def check(self) -> PreflightResult | None:
+        """Preflight alone: return what was found, None when a signal came first. Raises RefusedError."""
+        self._only_check = True
+        async with self._connecting():
+            if await self._on_all(self._greet):
+                self._emit(StageReached(Stage.PREPARING))
+                await self._check()
+                await self._dismiss()
+        return None if self._signals else self.checked
+
+    @contextlib.asynccontextmanager
+    async def _connecting(self) -> AsyncIterator[None]:
+        self._nodes = [RemoteNode(self._plan, node.node_rank, self._emit) for node in self._plan.nodes]
+        try:
+            self._emit(StageReached(Stage.CONNECTING))
+            yield
         finally:
             await self._close()
-        return self.ledger
 
     def interrupt(self, signal_number: int) -> None:
         """A signal that ends the job: the first time with the grace, the second at once, the third leaves."""
@@ -93,41 +122,83 @@ class Fanout:
     # -- before the start
 
     async def _ready_all(self) -> bool:
-        """Connect, shake hands and prepare on all nodes; False when a signal came first. Raises RefusedError."""
-        tasks = [asyncio.create_task(self._ready(node)) for node in self._nodes]
+        """Bring all nodes to where they can start; False when a signal came first. Raises RefusedError."""
+        if not await self._on_all(self._greet):
+            return False
+        self._emit(StageReached(Stage.PREPARING))
+        return await self._check() and await self._on_all(self._prepare)
+
+    async def _on_all(self, step: Callable[[RemoteNode], Awaitable[None]]) -> bool:
+        """Take one step on all nodes at once; False when a signal came first. Raises RefusedError, naming all nodes."""
+        results = await self._unless_interrupted([step(node) for node in self._nodes])
+        problems: dict[str, NodeError] = {}
+        for node, result in zip(self._nodes, results, strict=False):
+            if isinstance(result, NodeError):
+                problems[node.command.node_id] = result
+            elif isinstance(result, BaseException):
+                raise result
+        await self._refuse(problems)
+        return not self._signals
+
+    async def _check(self) -> bool:
+        """Preflight, if it was asked for; False when a signal came first. Raises RefusedError or PreflightError."""
+        if self._preflight is None:
+            return True
+        preflight = Preflight(self._plan, self._nodes, self._preflight, self._emit)
+        for result in await self._unless_interrupted([preflight.run()]):
+            if isinstance(result, BaseException):
+                raise result
+            self.checked = result
+            await self._refuse(result.problems)
+            self._plan = result.plan
+            if self._only_check:
+                break  # whoever asked shows it all
+            for text in result.notices():
+                self.tell(text)
+            if result.failures:
+                await self._dismiss()
+                raise result.error(self._plan)
+        return not self._signals
+
+    async def _unless_interrupted(self, steps: Sequence[Awaitable[Result]]) -> list[Result | BaseException]:
+        """Await all steps and return how each went; nothing, and nothing goes on, when a signal came first."""
+        tasks = [asyncio.ensure_future(step) for step in steps]
         waiting = asyncio.gather(*tasks, return_exceptions=True)
         waiting.add_done_callback(lambda _: self._changed.set())
         while not waiting.done() and not self._signals:
             await self._wait()
             self._tick()
-        if self._signals:
-            for task in tasks:
-                task.cancel()
-            await waiting
-            await self._dismiss()
-            return False
-        problems: dict[str, NodeError] = {}
-        for node, result in zip(self._nodes, waiting.result(), strict=True):
-            if isinstance(result, NodeError):
-                problems[node.command.node_id] = result
-            elif isinstance(result, BaseException):
-                raise result
+        if not self._signals:
+            return waiting.result()
+        for task in tasks:
+            task.cancel()
+        await waiting
+        await self._dismiss()
+        return []
+
+    async def _refuse(self, problems: dict[str, NodeError]) -> None:
+        """Let all nodes go if some cannot take part. Raises RefusedError then."""
         if problems:
             await self._dismiss()
             count = f"{len(problems)} of {len(self._nodes)} nodes" if len(self._nodes) > 1 else "the node"
             raise RefusedError(f"{count} cannot take part, so nothing was started", problems)
-        return True
 
-    async def _ready(self, node: RemoteNode) -> None:
+    async def _greet(self, node: RemoteNode) -> None:
         link = await self._connector.connect(_target(node.command))
         self._links.append(link)
+        async with self._answering(node):
+            channel = await link.open(bootstrap_command(node.command.python), node)
+            self._emit(await node.greet(channel))
+
+    async def _prepare(self, node: RemoteNode) -> None:
+        async with self._answering(node):
+            self._emit(await node.prepare())
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, node: RemoteNode) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                channel = await link.open(bootstrap_command(node.command.python), node)
-                self._emit(await node.greet(channel))
-                if all(record.hostname for record in self.ledger.nodes):
-                    self._emit(StageReached(Stage.PREPARING))
-                self._emit(await node.prepare())
+                yield
         except TimeoutError:
             raise HandshakeError(
                 f"logged in, but no supervisor answered within {HANDSHAKE_LIMIT_S:g} s",

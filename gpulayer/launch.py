@@ -7,30 +7,32 @@ import contextlib
 import importlib.util
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpulayer.console import Console, ConsoleOptions
-from gpulayer.errors import RefusedError
+from gpulayer.errors import PreflightError, RefusedError
 from gpulayer.events import Event, Output
 from gpulayer.fanout import Fanout
 from gpulayer.logs import RunDirectory, raise_file_limit
 from gpulayer.messages import ShownNode
 from gpulayer.plan import Plan, plan_json
-from gpulayer.report import receipt_json, refusal_json, render_report
+from gpulayer.report import check_json, receipt_json, refusal_json, render_check, render_report
 from gpulayer.ssh import SshConnector, SshSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from gpulayer.outcome import Ledger
+    from gpulayer.preflight import PreflightResult, PreflightSettings
     from gpulayer.screen import Terminal
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FILES_PER_NODE = 2
 SPARE_FILES = 64
 FLUSH_LIMIT_S = 2.0
+REFUSED = PreflightError.exit_code
 # Ctrl-Z: a launcher that sleeps is a launcher that is gone, and every node would end its part.
 NOT_SUSPENDED = "not suspended: the nodes would take a sleeping launcher for a lost one and end the job"
 
@@ -43,6 +45,7 @@ class LaunchSettings:
     run_dir: Path | None
     ssh: SshSettings
     console: ConsoleOptions
+    preflight: PreflightSettings | None
 
 
 class RunObserver:
@@ -92,9 +95,11 @@ def launch(plan: Plan, settings: LaunchSettings, terminal: Terminal) -> int:
 
     try:
         directory.write_plan(plan_json(plan))
+        observer = RunObserver(directory, console)
+        fan_out = _fan_out(plan, settings.ssh, observer, _keeping_plan(settings.preflight, directory), finish)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_fan_out(plan, settings.ssh, RunObserver(directory, console), finish)).exit_code
-    except RefusedError as refused:
+            return runner.run(fan_out).exit_code
+    except (RefusedError, PreflightError) as refused:
         directory.write_receipt(refusal_json(plan, refused, time.monotonic() - began_s))
         raise
     finally:
@@ -103,20 +108,69 @@ def launch(plan: Plan, settings: LaunchSettings, terminal: Terminal) -> int:
             console.close(FLUSH_LIMIT_S)
 
 
-async def _fan_out(plan: Plan, ssh: SshSettings, observer: RunObserver, finish: Callable[[Ledger], None]) -> Ledger:
-    fanout = Fanout(plan, SshConnector(ssh), observer)
+def _keeping_plan(preflight: PreflightSettings | None, directory: RunDirectory) -> PreflightSettings | None:
+    """Have plan.json follow where preflight moves the port."""
+    if preflight is None:
+        return None
+
+    def replan(port: int) -> Plan:
+        plan = preflight.replan(port)
+        directory.write_plan(plan_json(plan))
+        return plan
+
+    return replace(preflight, replan=replan)
+
+
+async def _fan_out(
+    plan: Plan,
+    ssh: SshSettings,
+    observer: RunObserver,
+    preflight: PreflightSettings | None,
+    finish: Callable[[Ledger], None],
+) -> Ledger:
+    fanout = Fanout(plan, SshConnector(ssh), observer, preflight)
     observer.ledger = fanout.ledger
+    with _signals_to(fanout):
+        ledger = await fanout.run()
+        finish(ledger)  # here, where a signal is still ours: an impatient one must not cost the receipt
+        return ledger
+
+
+@contextlib.contextmanager
+def _signals_to(fanout: Fanout) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in ENDING_SIGNALS:
         loop.add_signal_handler(number, fanout.interrupt, number)
     loop.add_signal_handler(signal.SIGTSTP, fanout.tell, NOT_SUSPENDED)
     try:
-        ledger = await fanout.run()
-        finish(ledger)  # here, where a signal is still ours: an impatient one must not cost the receipt
-        return ledger
+        yield
     finally:
         for number in (*ENDING_SIGNALS, signal.SIGTSTP):
             loop.remove_signal_handler(number)
+
+
+def check_nodes(
+    plan: Plan, ssh: SshSettings, preflight: PreflightSettings, terminal: Terminal, *, as_json: bool
+) -> int:
+    """Check the nodes of a plan, show what was found, and return the exit code. Raises RefusedError."""
+    console = Console(terminal, [ShownNode(node.node_rank, node.node_id, node.ranks) for node in plan.nodes])
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            ledger, result = runner.run(_check(plan, ssh, preflight, console))
+        if result is None:
+            return ledger.exit_code
+        console.data(check_json(plan, result) if as_json else render_check(plan, result))
+        return REFUSED if result.failures else 0
+    finally:
+        console.close(FLUSH_LIMIT_S)
+
+
+async def _check(
+    plan: Plan, ssh: SshSettings, preflight: PreflightSettings, console: Console
+) -> tuple[Ledger, PreflightResult | None]:
+    fanout = Fanout(plan, SshConnector(ssh), console, preflight)
+    with _signals_to(fanout):
+        return fanout.ledger, await fanout.check()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

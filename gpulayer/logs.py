@@ -20,6 +20,7 @@ from gpulayer.events import (
     CommandStarted,
     Event,
     ExitStatus,
+    NodeChecked,
     NodeConnected,
     NodeEnded,
     NodeLost,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 EVENT_NAMES: dict[type[Event], str] = {
     StageReached: "stage_reached",
     NodeConnected: "node_connected",
+    NodeChecked: "node_checked",
     NodePrepared: "node_prepared",
     CommandStarted: "command_started",
     RankStarted: "rank_started",

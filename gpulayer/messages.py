@@ -6,12 +6,13 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from gpulayer.errors import GpulayerError, NodeError, RefusedError
+from gpulayer.errors import GpulayerError, NodeError, PreflightError, RefusedError
 from gpulayer.events import (
     CommandExited,
     CommandStarted,
     Event,
     ExitStatus,
+    NodeChecked,
     NodeConnected,
     NodeEnded,
     NodeLost,
@@ -191,7 +192,7 @@ class Waiting:
                 self.enter(event.stage, at_s)
             case NodeConnected():
                 self._past[Stage.CONNECTING].add(event.node_rank)
-            case NodePrepared():
+            case NodeChecked() | NodePrepared():
                 self._past[Stage.PREPARING].add(event.node_rank)
             case CommandExited():
                 self._past[Stage.STARTING].add(event.node_rank)
@@ -237,6 +238,8 @@ def error_text(error: GpulayerError) -> str:
     if isinstance(error, RefusedError):
         for text, hint, ids in _alike(error.problems):
             blocks.append(f"{fold(ids)}: {text}" + (f"\nhint: {hint}" if hint else ""))
+    if isinstance(error, PreflightError):
+        blocks.append(error.report.rstrip())
     if error.hint:
         blocks.append(f"hint: {error.hint}")
     return "\n\n".join(blocks) + "\n"

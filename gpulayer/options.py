@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 
+NO_SCRIPT = "none"  # what a plan names where only nodes are checked
+
 
 class Format(StrEnum):
     """How a plan is printed."""
@@ -28,6 +30,13 @@ class Format(StrEnum):
     TEXT = "text"
     JSON = "json"
     SHELL = "shell"
+
+
+class CheckFormat(StrEnum):
+    """How findings are printed."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 class Backend(StrEnum):
@@ -75,7 +84,7 @@ def duration(*names: str, text: str) -> Any:
     return typer.Option(*names, help=text, metavar="SECONDS", parser=seconds, show_default=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostsOptions:
     """Which hosts map to read."""
 
@@ -85,12 +94,10 @@ class HostsOptions:
     ] = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(HostsOptions):
-    """All that decides a plan."""
+@dataclass(frozen=True, kw_only=True)
+class NodesOptions(HostsOptions):
+    """Which nodes to draw, and what their part of a job is like."""
 
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", show_default=False, hidden=True)]
-    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", show_default=False, hidden=True)] = None
     ssh_config: Annotated[
         Path | None,
         option("-F", "--ssh-config", metavar="FILE", text="SSH configuration, or `none` [~/.ssh/config]."),
@@ -124,16 +131,45 @@ class PlanOptions(HostsOptions):
     ] = None
     backend: Annotated[
         Backend | None,
-        option("--backend", text="Tell the script, in GPULAYER_COMM_BACKEND."),
+        option("--backend", text="Tell the script, in GPULAYER_COMM_BACKEND; nccl is checked for."),
     ] = None
     master_port: Annotated[
         int | None,
-        number("--master-port", metavar="PORT", text="Rendezvous port [29500]."),
+        number("--master-port", metavar="PORT", text="Rendezvous port [29500, or the next free one]."),
     ] = None
     interface: Annotated[
         str | None,
         option("--interface", metavar="NAME", text="For gloo and NCCL [the one with the address]."),
     ] = None
+
+    def job_with(self, environ: Mapping[str, str], join_timeout_s: float, **more: Any) -> "DistributedJob":
+        """Return the job that these options ask for; `more` are further fields of it. Raises JobError."""
+        from gpulayer.job import DEFAULT_MASTER_PORT, DistributedJob, RendezvousSpec, parse_env_options
+
+        return DistributedJob(
+            module=self.module,
+            nnodes=self.nnodes,
+            nproc_per_node=self.nproc_per_node,
+            rendezvous=RendezvousSpec(
+                port=DEFAULT_MASTER_PORT if self.master_port is None else self.master_port,
+                port_is_default=self.master_port is None,
+                join_timeout_s=join_timeout_s,
+            ),
+            comm_backend=self.backend.value if self.backend else None,
+            python=self.python,
+            workdir=self.workdir,
+            interface=self.interface,
+            env=parse_env_options(self.env or (), environ),
+            **more,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(NodesOptions):
+    """All that decides a plan."""
+
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", show_default=False, hidden=True)]
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", show_default=False, hidden=True)] = None
     timeout: Annotated[float | None, duration("--timeout", text="End the job after this [never].")] = None
     join_timeout: Annotated[
         float,
@@ -149,39 +185,55 @@ class PlanOptions(HostsOptions):
 
     def job(self, environ: Mapping[str, str]) -> "DistributedJob":
         """Return the job that these options ask for. Raises JobError."""
-        from gpulayer.job import DEFAULT_MASTER_PORT, DistributedJob, RendezvousSpec, parse_env_options
-
-        return DistributedJob(
+        return self.job_with(
+            environ,
+            self.join_timeout,
             entrypoint=self.script,
             args=tuple(self.args or ()),
-            module=self.module,
-            nnodes=self.nnodes,
-            nproc_per_node=self.nproc_per_node,
-            rendezvous=RendezvousSpec(
-                port=DEFAULT_MASTER_PORT if self.master_port is None else self.master_port,
-                port_is_default=self.master_port is None,
-                join_timeout_s=self.join_timeout,
-            ),
-            comm_backend=self.backend.value if self.backend else None,
-            python=self.python,
-            workdir=self.workdir,
-            interface=self.interface,
-            env=parse_env_options(self.env or (), environ),
             timeout_s=self.timeout,
             grace_s=self.grace,
             lost_after_s=self.lost_after,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(PlanOptions):
-    """A plan, and how to carry it out and show it."""
+@dataclass(frozen=True, kw_only=True)
+class PreflightOptions:
+    """How nodes are reached and checked before anything starts."""
 
-    dry_run: Annotated[bool, option("--dry-run", text="Print the plan and touch nothing.")] = False
     connect_timeout: Annotated[
         float,
         duration("--connect-timeout", text="For the SSH login on each node [10]."),
     ] = 10.0
+    preflight_timeout: Annotated[
+        float,
+        duration("--preflight-timeout", text="For the checks on each node [30]."),
+    ] = 30.0
+    allow_dirty: Annotated[
+        bool, option("--allow-dirty", text="Run beside other processes on the GPUs, with a warning.")
+    ] = False
+    strict: Annotated[bool, option("--strict", text="Take each warning of the checks for a failure.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(PreflightOptions, NodesOptions):
+    """The checks alone, for a script or for none."""
+
+    script: Annotated[str | None, typer.Argument(metavar="SCRIPT", show_default=False, hidden=True)] = None
+    format: Annotated[CheckFormat, option("--format", text="How findings are printed [text].")] = CheckFormat.TEXT
+
+    def job(self, environ: Mapping[str, str]) -> "DistributedJob":
+        """Return a job to check for. Raises JobError."""
+        if self.module and self.script is None:
+            raise JobError("`--module` says what SCRIPT is, and there is none", hint="name the module, or leave it out")
+        return self.job_with(environ, 300.0, entrypoint=self.script or NO_SCRIPT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PreflightOptions, PlanOptions):
+    """A plan, and how to carry it out and show it."""
+
+    dry_run: Annotated[bool, option("--dry-run", text="Print the plan and touch nothing.")] = False
+    no_preflight: Annotated[bool, option("--no-preflight", text="Start without the checks.")] = False
     run_dir: Annotated[
         Path | None,
         option("--run-dir", metavar="DIR", text="Logs and receipt of this run [runs/JOB-ID]."),
@@ -197,6 +249,11 @@ class RunOptions(PlanOptions):
             raise JobError(
                 f"`--format {self.format}` says how a plan is printed, and a run prints none",
                 hint="add `--dry-run` to print the plan, or leave `--format` out",
+            )
+        if self.no_preflight and (self.allow_dirty or self.strict):
+            option_name = "--allow-dirty" if self.allow_dirty else "--strict"
+            raise JobError(
+                f"`{option_name}` is about the checks, which `--no-preflight` leaves out", hint="keep one of the two"
             )
 
 

@@ -143,7 +143,8 @@ def _node_command(
     values = placeholder_values(placement, placed, job_id)
     resolved = {name: item.value if item.literal else substitute(item.value, values) for name, item in env.items()}
     workdir = job.workdir or node.workdir
-    interface = job.interface or node.interface
+    typed_interface = job.interface or node.interface
+    interface = substitute(typed_interface, values) if typed_interface else None
     job_dir = f"{node.scratch.rstrip('/')}/gpulayer-{job_id}-n{placed.node_rank}"
     return NodeCommand(
         node_rank=placed.node_rank,
@@ -156,10 +157,10 @@ def _node_command(
         ranks=placed.ranks,
         workdir=str(cwd / substitute(workdir, values)) if workdir else str(cwd),
         argv=torchrun_argv(job, placement, placed, job_id, log_dir=f"{job_dir}/ranks"),
-        env=_added_env(job, placement, placed, job_id, resolved),
+        env=resolved | _added_env(job, placement, placed, job_id, resolved, interface),
         python=job.python or node.python,
         job_dir=job_dir,
-        interface=substitute(interface, values) if interface else None,
+        interface=interface,
     )
 
 
@@ -171,9 +172,14 @@ def _typed_env(job: DistributedJob, node_id: str, node_env: Mapping[str, str]) -
 
 
 def _added_env(
-    job: DistributedJob, placement: Placement, placed: PlacedNode, job_id: str, env: dict[str, str]
+    job: DistributedJob,
+    placement: Placement,
+    placed: PlacedNode,
+    job_id: str,
+    env: Mapping[str, str],
+    interface: str | None,
 ) -> dict[str, str]:
-    """Add what gpulayer sets itself. What the user set stays, unless it contradicts an option: then JobError."""
+    """Return what gpulayer adds. What the user set stays, unless it contradicts an option: then JobError."""
     gpus = placed.node.gpus
     demanded = {"GPULAYER_JOB_ID": (job_id, "--job-id")}
     if isinstance(gpus, tuple):
@@ -187,13 +193,18 @@ def _added_env(
                 hint=f"keep one of the two, `{name}` or `{source}`",
             )
     added = {name: value for name, (value, _) in demanded.items()}
+    if interface:
+        # Exact names: gloo and tensorpipe take no other, and NCCL takes a bare one for a prefix.
+        added |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", "TP_SOCKET_IFNAME": interface}
+    if isinstance(gpus, tuple):
+        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own default is fastest first
     added["PYTHONUNBUFFERED"] = "1"  # the last lines before a SIGKILL are the ones that are wanted
     # torchrun's own patience with ranks that ignore SIGTERM, 30 s if unset, must end before gpulayer's.
     added["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(job.grace_s) - 1))
     if any(other.nproc_per_node > 1 for other in placement.nodes):
         # torchrun would set it only where there are several ranks, so that uneven nodes would run differently.
         added["OMP_NUM_THREADS"] = "1"
-    return env | {name: value for name, value in added.items() if name not in env}
+    return {name: value for name, value in added.items() if name not in env}
 
 
 def _refuse_survivors(job: DistributedJob, placement: Placement, environments: list[dict[str, EnvValue]]) -> None:

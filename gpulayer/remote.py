@@ -8,8 +8,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from gpulayer import supervisor
-from gpulayer.bootstrap import bootstrap_command, bootstrap_input
+from gpulayer import probe, supervisor
+from gpulayer.bootstrap import bootstrap_command, bootstrap_input, probe_argv, probe_input
 from gpulayer.errors import HandshakeError, NodeError, PrepareError, PythonMissingError, PythonTooOldError
 from gpulayer.events import (
     Event,
@@ -70,6 +70,8 @@ class RemoteNode:
         self._reader: supervisor.FrameReader | None = None
         self._answer: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
         self._started = self._left = False
+        self._probe: ProbeLines | None = None
+        self._closed_by: tuple[str, bool] | None = None
 
     # -- what the launcher asks of it
 
@@ -92,6 +94,51 @@ class RemoteNode:
             case _:
                 raise HandshakeError(f"the supervisor answered {str(answer)[:200]}")
 
+    async def reserve(self, port: int) -> bool:
+        """Have the node hold the rendezvous port, in place of one that it holds; False where somebody else has it."""
+        self._send({"type": "reserve", "port": port})
+        answer = await self._next_answer()
+        if answer["type"] not in ("reserved", "refused"):
+            raise HandshakeError(f"the supervisor answered {str(answer)[:200]}")
+        return bool(answer["type"] == "reserved")
+
+    def follow(self, plan: Plan) -> None:
+        """Take the node's command from another plan of the same nodes."""
+        self._plan, self.command = plan, plan.nodes[self.command.node_rank]
+
+    # -- the probe, through the supervisor
+
+    def start_probe(self) -> None:
+        """Start the probe there: the job's own Python, with the job's environment."""
+        command, nonce = self.command, secrets.token_hex(16)
+        program = {"argv": probe_argv(command.argv[0]), "env": command.env}
+        self._probe = ProbeLines(nonce)
+        self._send({"type": "helper"}, json.dumps(program).encode())
+        self._send({"type": "helper_input"}, probe_input(nonce))
+
+    async def ask_probe(self, line: bytes) -> bytes:
+        """Send the probe a line and return its answer. Raises HandshakeError when it ends instead."""
+        self._send({"type": "helper_input"}, line)
+        return await self._probe_said()
+
+    async def end_probe(self, line: bytes) -> None:
+        """Send the probe its last line and wait until it is gone."""
+        self._send({"type": "helper_input"}, line)
+        if self._probe:
+            await self._probe.gone.wait()
+
+    async def _probe_said(self) -> bytes:
+        if self._probe is None:
+            raise HandshakeError("no probe was started")
+        line = await self._probe.lines.get()
+        if line is None:
+            said = self._stderr.decode("utf-8", "replace").strip().rpartition("\n")[2][:300]
+            raise HandshakeError(
+                f"`{self.command.argv[0]}` could not run the checks: {said or 'nothing was printed'}",
+                hint="try it there; `--no-preflight` leaves the checks out",
+            )
+        return line
+
     async def sweep(self, channel: Channel, other: RemoteNode, grace_s: float) -> NodeSwept:
         """Through a supervisor of its own, end what `other` has left on the node. Raises NodeError."""
         await self.greet(channel)
@@ -105,6 +152,7 @@ class RemoteNode:
         """Let the command run. From here on, everything is an event."""
         self._started = True
         self._send({"type": "start"})
+        self._lose_if_closed()
 
     def stop(self, grace_s: float) -> None:
         """Tell the node to end its part: SIGTERM, `grace_s` seconds, SIGKILL."""
@@ -168,11 +216,17 @@ class RemoteNode:
     def channel_closed(self, exit_status: int | None, exit_signal: str | None, reason: str | None) -> None:
         """Take note that nothing will come any more. `reason` is set when it was the connection that broke."""
         self.closed.set()
-        if self._started:
-            how = f"signal {exit_signal}" if exit_signal else f"exit status {exit_status}"
-            self.lose(reason or self._died(how), supervisor_died=reason is None)
-        else:
-            self._fail(self._explain(exit_status, exit_signal, reason))
+        how = f"signal {exit_signal}" if exit_signal else f"exit status {exit_status}"
+        self._closed_by = (reason or self._died(how), reason is None)
+        self._fail(self._explain(exit_status, exit_signal, reason))
+        if self._probe:
+            self._probe.end()
+        self._lose_if_closed()
+
+    def _lose_if_closed(self) -> None:
+        if self._started and self._closed_by:
+            reason, supervisor_died = self._closed_by
+            self.lose(reason, supervisor_died=supervisor_died)
 
     def _died(self, how: str) -> str:
         last = self._stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
@@ -180,8 +234,7 @@ class RemoteNode:
 
     def _take(self, header: Header, payload: bytes) -> None:
         if not self._started:
-            if header["type"] != "pong" and not self._answer.done():
-                self._answer.set_result(header)
+            self._take_early(header, payload)
             return
         if header["type"] == "drained":  # all it has sent is here: it need not keep its files
             self._send({"type": "arrived"})
@@ -192,6 +245,18 @@ class RemoteNode:
         elif event is not None and not self.over:
             self.over = isinstance(event, NodeEnded)
             self._emit(event)
+
+    def _take_early(self, header: Header, payload: bytes) -> None:
+        """Before the start: an answer to the launcher, or what the probe says."""
+        match header["type"]:
+            case "pong":
+                pass
+            case "helper_output" if self._probe:
+                self._probe.feed(payload)
+            case "helper_end" if self._probe:
+                self._probe.end()
+            case _ if not self._answer.done():
+                self._answer.set_result(header)
 
     def _after_greeting(self, data: bytes) -> bytes:
         """Skip what a login shell printed, up to the greeting; nothing is kept of it but its end."""
@@ -237,6 +302,35 @@ class RemoteNode:
     def _send(self, header: Header, payload: bytes = b"") -> None:
         if self._channel and not self.over:
             self._channel.write(supervisor.encode_frame(header, payload))
+
+
+class ProbeLines:
+    """What a probe says, line by line, after its greeting; None where it has ended."""
+
+    def __init__(self, nonce: str) -> None:
+        self.lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.gone = asyncio.Event()
+        self._greeting = probe.HELLO + nonce.encode() + b"\n"
+        self._greeted = False
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes of its stdout. Raises ProtocolError where a line has no end."""
+        self._buffer += data
+        if not self._greeted:
+            before, greeting, after = self._buffer.partition(self._greeting)
+            self._greeted = bool(greeting)
+            self._buffer = after if greeting else before[-NOISE_BYTES:]
+        while self._greeted and (end := self._buffer.find(b"\n")) >= 0:
+            self.lines.put_nowait(bytes(self._buffer[:end]))
+            del self._buffer[: end + 1]
+        if len(self._buffer) > probe.MAX_LINE_BYTES:
+            raise supervisor.ProtocolError("a line of its probe has no end")
+
+    def end(self) -> None:
+        """Nothing will come any more."""
+        self.gone.set()
+        self.lines.put_nowait(None)
 
 
 def job_payload(plan: Plan, command: NodeCommand, marker: str) -> Header:

@@ -9,6 +9,8 @@ import json
 import signal
 from typing import TYPE_CHECKING
 
+from gpulayer.errors import PreflightError, RefusedError
+from gpulayer.findings import findings_json, render_findings
 from gpulayer.hosts import fold
 from gpulayer.messages import describe_status
 from gpulayer.outcome import Cause, CauseKind, Fate, Ledger, NodeRecord
@@ -16,9 +18,9 @@ from gpulayer.outcome import Cause, CauseKind, Fate, Ledger, NodeRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gpulayer.errors import RefusedError
     from gpulayer.events import ExitStatus, Survivor, Tail
     from gpulayer.plan import Plan
+    from gpulayer.preflight import PreflightResult
 
 RECEIPT_VERSION = 1
 TAIL_LINES = 20
@@ -61,8 +63,9 @@ def receipt_json(plan: Plan, ledger: Ledger, took_s: float, lost_log_bytes: int)
     }
 
 
-def refusal_json(plan: Plan, refused: RefusedError, took_s: float) -> dict[str, object]:
+def refusal_json(plan: Plan, refused: RefusedError | PreflightError, took_s: float) -> dict[str, object]:
     """Return the receipt of a job that did not start: what kept which node from taking part."""
+    problems = refused.problems if isinstance(refused, RefusedError) else {}
     return {
         "version": RECEIPT_VERSION,
         "job_id": plan.job_id,
@@ -70,9 +73,35 @@ def refusal_json(plan: Plan, refused: RefusedError, took_s: float) -> dict[str, 
         "took_s": round(took_s, 3),
         "refused": [
             {"node_id": node_id, "problem": type(problem).__name__, "text": str(problem), "hint": problem.hint}
-            for node_id, problem in refused.problems.items()
+            for node_id, problem in problems.items()
         ],
+        "findings": refused.findings if isinstance(refused, PreflightError) else [],
     }
+
+
+def render_check(plan: Plan, result: PreflightResult) -> str:
+    """Return what the checks found, for people: every finding, then one line that says what follows."""
+    ids = fold(node.node_id for node in plan.nodes)
+    verdict = f"{ids}: a job would {'not ' if result.failures else ''}run"
+    if result.warnings and not result.failures:
+        verdict += f", with {len(result.warnings)} warning{'s' if len(result.warnings) > 1 else ''}"
+    blocks = [result.moved, render_findings(result.findings).rstrip(), verdict]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def check_json(plan: Plan, result: PreflightResult) -> str:
+    """Return what the checks found, for scripts."""
+    found = {
+        "version": RECEIPT_VERSION,
+        "nodes": [node.node_id for node in plan.nodes],
+        "master_port": result.plan.master_port,
+        "ok": not result.failures,
+        "findings": findings_json(result.findings),
+        "rendezvous_rtt_ms": {
+            plan.nodes[rank].node_id: reached.rtt_ms for rank, reached in result.observations.rendezvous.items()
+        },
+    }
+    return json.dumps(found, indent=2) + "\n"
 
 
 def _node_json(plan: Plan, node: NodeRecord) -> dict[str, object]:

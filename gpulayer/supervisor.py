@@ -380,8 +380,13 @@ def start_command(argv: list[bytes], env: dict[bytes, bytes]) -> int:
     """Start the command in a session of its own and return its pid. One that cannot be run exits 127 with a message."""
     parent = os.getpid()
     pid = os.fork()
-    if pid:
-        return pid
+    if not pid:
+        become(argv, env, parent)
+    return pid
+
+
+def become(argv: list[bytes], env: dict[bytes, bytes], parent: int) -> None:
+    """In a child: run a program in a session of its own that gets SIGTERM when the parent dies. Never returns."""
     try:
         os.setsid()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -424,6 +429,44 @@ def run_guard(link: socket.socket, keepers: set[int], job: Header, command: int)
             ending.begin(float(told or job["grace_s"]))
     with contextlib.suppress(OSError):
         link.recv(64)  # nothing comes; it ends when the supervisor has
+
+
+# --- a helper before the start --------------------------------------------------------------------------------------
+
+
+class Helper:
+    """A program that the launcher talks with before the start, over pipes; its stderr is the supervisor's."""
+
+    def __init__(self, argv: list[bytes], env: dict[bytes, bytes]) -> None:
+        stdin, self.input = os.pipe()
+        self.output, stdout = os.pipe()
+        os.set_blocking(self.input, False)
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            os.dup2(stdin, 0)
+            os.dup2(stdout, 1)
+            os.chdir("/")  # Python looks for modules where it is started, and a job's json.py is not for us
+            become(argv, env, parent)
+        for fd in (stdin, stdout):
+            os.close(fd)
+
+    def write(self, data: bytes) -> None:
+        """Give it some input. One that does not read, or is gone, misses it."""
+        with contextlib.suppress(OSError):
+            os.write(self.input, data)
+
+    def read(self) -> bytes:
+        """Return what it has said, b"" at its end."""
+        return os.read(self.output, CHUNK_BYTES)
+
+    def end(self) -> None:
+        """Kill it and what shares its session; reap it."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        for fd in (self.input, self.output):
+            os.close(fd)
 
 
 # --- output ---------------------------------------------------------------------------------------------------------
@@ -607,6 +650,8 @@ class Supervisor:
         self.guard_pid = self.command_pid = 0
         self.guard_link: socket.socket | None = None
         self.port_holders: list[socket.socket] = []
+        self.held_port = 0
+        self.helper: Helper | None = None
         self.quick_ticks = QUICK_TICKS
         self.ranks: dict[int, RankWatch] = {}
         self.streams: dict[str, Stream] = {}
@@ -630,26 +675,23 @@ class Supervisor:
                 self.phase = "done"
 
     def _wait(self) -> None:
-        poller = select.poll()
-        poller.register(self.wake, select.POLLIN)
+        handlers = {self.wake: self._hear_signal}
         if self.link_up:
-            poller.register(0, select.POLLIN)
-            poller.register(1, select.POLLOUT if self.out else 0)
+            handlers[0] = self._receive
         if self.guard_link:
-            poller.register(self.guard_link, select.POLLIN)
-        for watch in self.ranks.values():
-            if watch.fd >= 0:
-                poller.register(watch.fd, select.POLLIN)
+            handlers[self.guard_link.fileno()] = self._hear_guard
+        if self.helper:
+            handlers[self.helper.output] = self._hear_helper
+        poller = select.poll()
+        for fd in [*handlers, *(watch.fd for watch in self.ranks.values() if watch.fd >= 0)]:
+            poller.register(fd, select.POLLIN)
+        if self.link_up:
+            poller.register(1, select.POLLOUT if self.out else 0)
         for fd, events in poller.poll(self._tick_s() * 1000):
-            if fd == self.wake:
-                name = signal.Signals(os.read(self.wake, 1)[0]).name
-                self._give_up(f"its supervisor got {name} there")
-            elif fd == 0:
-                self._receive()
+            if fd in handlers:
+                handlers[fd]()
             elif fd == 1 and events & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
                 self._link_lost()
-            elif self.guard_link and fd == self.guard_link.fileno():
-                self._hear_guard(self.guard_link)
 
     def _tick_s(self) -> float:
         if self.phase != "running":
@@ -662,6 +704,10 @@ class Supervisor:
         return TICK_S
 
     # -- the launcher
+
+    def _hear_signal(self) -> None:
+        name = signal.Signals(os.read(self.wake, 1)[0]).name
+        self._give_up(f"its supervisor got {name} there")
 
     def _receive(self) -> None:
         try:
@@ -682,12 +728,6 @@ class Supervisor:
         kind = header["type"]
         if kind == "ping":
             self._send({"type": "pong"})
-        elif kind == "prepare" and self.phase == "waiting" and not self.job:
-            self._prepare(json.loads(payload))
-        elif kind == "sweep" and self.phase == "waiting" and not self.job:
-            self._sweep_for_another(header["marker"], float(header["grace_s"]))
-        elif kind == "start" and self.phase == "waiting" and self.job:
-            self._start(self.job)
         elif kind == "stop":
             self._end(float(header["grace_s"]))
         elif kind == "kill":
@@ -696,8 +736,29 @@ class Supervisor:
             self.leaving = True
         elif kind == "arrived" and self.drained:
             self.arrived = True
-        else:
+        elif self.phase != "waiting" or not self._obey_early(kind, header, payload):
             raise ProtocolError(f"frame {kind!r:.80} has no place here")
+
+    def _obey_early(self, kind: str, header: Header, payload: bytes) -> bool:
+        """Obey what may only come before the start; False for anything else."""
+        if kind == "start" and self.job:
+            self._start(self.job)
+        elif kind == "helper" and not self.helper:
+            self._start_helper(json.loads(payload))
+        elif kind == "helper_input":
+            if self.helper:
+                self.helper.write(payload)
+        elif self.job:
+            return False
+        elif kind == "reserve":
+            self._reserve(header["port"])
+        elif kind == "prepare":
+            self._prepare(json.loads(payload))
+        elif kind == "sweep":
+            self._sweep_for_another(header["marker"], float(header["grace_s"]))
+        else:
+            return False
+        return True
 
     def _send(self, header: Header, payload: bytes = b"") -> None:
         if self.link_up:
@@ -727,6 +788,7 @@ class Supervisor:
     def _end(self, grace_s: float) -> None:
         self.ending = True
         if self.phase == "waiting":
+            self._end_helper()
             self.phase = "draining"
         elif self.guard_link:
             with contextlib.suppress(OSError):  # it is dead, and _hear_guard is about to know
@@ -734,13 +796,55 @@ class Supervisor:
 
     # -- before the start
 
+    def _reserve(self, port: int) -> None:
+        """Hold the rendezvous port, and no other; answer `reserved` or `refused`."""
+        self._release_port()
+        try:
+            self._hold_port(port)
+        except RefusalError as refusal:
+            self._release_port()
+            self._refuse(*refusal.args)
+        else:
+            self._send({"type": "reserved"})
+
+    def _hold_port(self, port: int) -> None:
+        if port != self.held_port:
+            self.port_holders.append(lock_port(port))
+            self.port_holders.append(reserve_port(port))
+            self.held_port = port
+
+    def _release_port(self) -> None:
+        for holder in self.port_holders:
+            holder.close()
+        self.port_holders, self.held_port = [], 0
+
+    def _start_helper(self, program: Header) -> None:
+        try:
+            self.helper = Helper([to_bytes(arg) for arg in program["argv"]], self._environment(program["env"]))
+        except OSError as error:
+            self._refuse("system", str(error))
+
+    def _hear_helper(self) -> None:
+        data = self.helper.read() if self.helper else b""
+        self._send({"type": "helper_output" if data else "helper_end"}, data)
+        if not data:
+            self._end_helper()
+
+    def _end_helper(self) -> None:
+        if self.helper:
+            self.helper.end()
+            self.helper = None
+
+    def _refuse(self, code: str, message: str) -> None:
+        self._send({"type": "refused", "code": code, "message": message[:1000]})
+
     def _prepare(self, job: Header) -> None:
         """Make sure that the job can start here, and answer `prepared` or `refused`."""
         try:
             self._check(job)
         except (RefusalError, OSError) as problem:
             code, message = problem.args if isinstance(problem, RefusalError) else ("system", str(problem))
-            self._send({"type": "refused", "code": code, "message": message[:1000]})
+            self._refuse(code, message)
             return
         self.job = job
         self.lost_after_s = job["lost_after_s"]
@@ -761,7 +865,7 @@ class Supervisor:
                 "interface", "no interface holds {address} or has a route to {master_addr}".format(**job)
             )
         if job["node_rank"] == 0:
-            self.port_holders = [lock_port(job["master_port"]), reserve_port(job["master_port"])]
+            self._hold_port(job["master_port"])
         job_dir = os.fsdecode(to_bytes(scratch))  # the same bytes, whatever encoding this machine has for file names
         try:
             os.mkdir(job_dir, 0o700)
@@ -782,6 +886,7 @@ class Supervisor:
 
     def _start(self, job: Header) -> None:
         self.phase = "running"
+        self._end_helper()
         argv = [to_bytes(arg) for arg in job["argv"]]
         outputs = []
         try:
@@ -789,30 +894,36 @@ class Supervisor:
                 path = f"{self.job_dir}/torchrun.{name}.log"
                 outputs.append(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600))
                 self.streams[path] = Stream(path, None, name)
-            self.guard_pid, self.guard_link = fork_guard(job, argv, self._environment(job), outputs)
+            self.guard_pid, self.guard_link = fork_guard(job, argv, self._job_environment(job), outputs)
         except OSError as error:
             self._give_up(f"nothing can be started there: {error}")
             self.phase = "draining"
         for fd in outputs:
             os.close(fd)
 
-    def _environment(self, job: Header) -> dict[bytes, bytes]:
+    def _environment(self, added: dict[str, str]) -> dict[bytes, bytes]:
+        """Return the node's own environment, less what would mislead torchrun, and what the plan adds to it."""
         # As the login shell gave it: os.environ has what Python adds to it on a machine without a locale.
         pairs = (entry.partition(b"=") for entry in environment_of(os.getpid()) if entry)
         env = {name: value for name, _, value in pairs}
         env = {name: env[name] for name in env if name not in STALE_NAMES and not name.startswith(STALE_PREFIXES)}
+        env.update((to_bytes(name), to_bytes(value)) for name, value in added.items())
+        return env
+
+    def _job_environment(self, job: Header) -> dict[bytes, bytes]:
+        env = self._environment(job["env"])
         if self.interface:
             interface = self.interface.encode()
             chosen = {b"GLOO_SOCKET_IFNAME": interface, b"TP_SOCKET_IFNAME": interface}
             chosen[b"NCCL_SOCKET_IFNAME"] = b"=" + interface
-            env = {**env, **chosen} if job["interface"] else {**chosen, **env}
-        env.update((to_bytes(name), to_bytes(value)) for name, value in job["env"].items())
+            env = {**chosen, **env}
+        env[b"PWD"] = to_bytes(job["workdir"])  # as after `cd`
         env[b"GPULAYER_MARKER"] = job["marker"].encode()
         return env
 
-    def _hear_guard(self, link: socket.socket) -> None:
+    def _hear_guard(self) -> None:
         try:
-            message = json.loads(link.recv(1 << 17) or "{}")
+            message = json.loads((self.guard_link and self.guard_link.recv(1 << 17)) or "{}")
         except OSError:
             message = {}
         kind = message.get("type")
@@ -921,8 +1032,7 @@ class Supervisor:
         kept = self.job_dir if self.streams and not self.arrived else ""
         if not kept:
             remove_tree(self.job_dir)
-        for holder in self.port_holders:
-            holder.close()
+        self._release_port()
         if self.guard_pid:
             os.kill(self.guard_pid, signal.SIGKILL)
             os.waitpid(self.guard_pid, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ def _missing_for(ring: str) -> str:
     """Why this machine cannot run a ring's tests, or ""."""
     if ring == "torch":
         return "" if importlib.util.find_spec("torch") else "torch is not installed"
+    if ring == "nft":
+        return "" if shutil.which("nft", path=netns.SYSTEM_PATH) else "`nft` is missing"
     reasons = netns.missing()
     if not Path(sshd.SSHD).exists():
         reasons.append(f"{sshd.SSHD} is missing")
@@ -36,7 +39,7 @@ def _missing_for(ring: str) -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the tests of a ring that is missing here; fail them where GPULAYER_REQUIRE names the ring."""
     required = os.environ.get("GPULAYER_REQUIRE", "").replace(",", " ").split()
-    for ring in ("ssh", "torch"):
+    for ring in ("ssh", "torch", "nft"):
         reason = _missing_for(ring) if item.get_closest_marker(ring) else ""
         if reason and ring in required:
             pytest.fail(f"GPULAYER_REQUIRE has `{ring}`, but: {reason}", pytrace=False)

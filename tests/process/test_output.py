@@ -84,15 +84,21 @@ def test_a_reader_that_stops_blocks_no_rank_and_costs_no_memory(
 
 
 def test_a_stream_that_floods_does_not_hide_the_others(node: LocalNode, script: ScriptWriter) -> None:
-    """While its neighbours write as fast as they can, what rank 1 says comes through, and so does its failure."""
+    """What rank 1 says after its neighbours have written 20 MB each does not wait for that, nor does its failure."""
     source = (
-        "import os, time\n"
-        "while os.environ['RANK'] != '1': os.write(1, b'x' * 65536)\n"
-        "print('here'); time.sleep(0.5); os._exit(9)\n"
+        "import os, sys, time\n"
+        "if os.environ['RANK'] != '1':\n"
+        "    for _ in range(320): os.write(1, b'x' * 65536)\n"
+        "    open(sys.argv[1] + '/written' + os.environ['RANK'], 'w').close(); time.sleep(1000)\n"
+        "while not all(os.path.exists(sys.argv[1] + '/written' + rank) for rank in '02'): time.sleep(0.01)\n"
+        "print('here'); open(sys.argv[1] + '/said', 'w').close(); os._exit(9)\n"
     )
-    node.run(fake_torchrun(node, script(source), nproc_per_node=3), nproc_per_node=3, grace_s=0.2)
+    argv = fake_torchrun(node, script(source), str(node.folder), nproc_per_node=3)
+    node.run(argv, nproc_per_node=3, grace_s=0.2)
+    wait_until((node.folder / "said").exists, "rank 1 has said it", timeout_s=20)
     node.wait_for_output(1, b"here")
-    assert node.wait_for("rank_exit", timeout_s=10, local_rank=1)["status"] == 9 << 8
+    assert node.wait_for("rank_exit", local_rank=1)["status"] == 9 << 8
+    assert sum(map(len, node.output.values())) < 10 << 20
     node.send("kill")
     node.send("leave")
     node.finish(60)

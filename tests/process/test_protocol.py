@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -159,6 +161,26 @@ def test_what_a_supervisor_says_of_its_own_end_is_the_reason(tmp_path: Path) -> 
     data = STARTED + encode_frame({"type": "error", "message": "its supervisor got SIGTERM there"})
     events, _ = asyncio.run(_run_false_node(tmp_path, data))
     assert events == [CommandStarted(0, 5), NodeLost(0, "its supervisor got SIGTERM there")]
+
+
+def test_a_supervisor_that_dies_just_before_the_start_is_lost_at_once(tmp_path: Path) -> None:
+    """The node was ready and is not any more: that shows when the start is sent, not after `--lost-after`."""
+
+    async def start() -> list[Event]:
+        events: list[Event] = []
+        connector = PipeConnector()
+        node = RemoteNode(pipe_plan(tmp_path, ["unused"]), 0, events.append)
+        link = await connector.connect()
+        connected = await node.greet(await link.open(bootstrap_command(sys.executable), node))
+        await node.prepare()
+        os.kill(connected.supervisor_pid, signal.SIGKILL)
+        await node.closed.wait()
+        assert events == []
+        node.start()
+        await connector.close()
+        return events
+
+    assert asyncio.run(start()) == [NodeLost(0, "its supervisor died (signal 9)", supervisor_died=True)]
 
 
 @pytest.mark.parametrize("data", [b"garbage\n", encode_frame({"type": "hello", "version": 99}), b"{}\n"])

@@ -197,6 +197,9 @@ class Cluster:
         Files that a test left on hosts stay until the host is crashed or the cluster is closed.
         """
         netns.kill(process.pid for process in [*self.login_processes(), *filter(is_stray, self.processes())])
+        for host in self.hosts:
+            if host.altered:
+                host.crash()
         self.boot([host for host in self.hosts if not host.powered])
         for host in self.hosts:
             host.heal()

@@ -79,6 +79,7 @@ class Host:
         self._holder: netns.Holder | None = None
         self._init_pid = 0
         self._cut = self._silent = False
+        self.altered = False
 
     @property
     def powered(self) -> bool:
@@ -137,7 +138,7 @@ class Host:
             self._holder.wait()
             self._holder.hang_up()
         self._holder, self._init_pid = None, 0
-        self._cut = self._silent = False
+        self._cut = self._silent = self.altered = False
 
     def crash(self) -> None:
         """Power it off: silence at once (no FIN, no RST), then every process gone."""
@@ -157,8 +158,33 @@ class Host:
         netns.ip_batch(self._init_pid, [f"route add blackhole {LOGIN_ADDRESS}/32"])
         self._silent = True
 
+    def ip(self, *lines: str) -> None:
+        """Change its network by `ip` commands. To be undone, it is booted anew."""
+        self.altered = True
+        netns.ip_batch(self._init_pid, lines)
+
+    def firewall(self, *rules: str) -> None:
+        """Add rules of nftables to its chains `input` and `output`: `input tcp dport 29500 drop`. Undone likewise."""
+        self.nft(
+            "add table inet t",
+            *(f"add chain inet t {hook} {{ type filter hook {hook} priority 0; }}" for hook in ("input", "output")),
+            *(f"add rule inet t {rule}" for rule in rules),
+        )
+
+    def nft(self, *lines: str) -> None:
+        """Run nftables commands. Undone likewise."""
+        self.altered = True
+        self.run(["nft", "; ".join(lines)])
+
+    def mount(self, *words: str) -> None:
+        """Mount something. Undone likewise."""
+        self.altered = True
+        self.run(["mount", "-n", *words])
+
     def heal(self) -> None:
-        """Undo `cut`, `drop_syn` and `crash`."""
+        """Undo `cut`, `drop_syn`, `crash`, and all that has altered it."""
+        if self.altered:
+            self.crash()
         if not self.powered:
             self._cluster.boot([self])
         if self._cut:

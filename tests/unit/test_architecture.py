@@ -28,6 +28,7 @@ LAYERS = (
     {"cli"},
     {"demo", "launch"},
     {"console", "fanout", "options", "report", "review"},
+    {"preflight"},
     {"remote", "logs", "messages", "screen", "lines", "outcome"},
     {"checks"},
     {"checks_gpu", "checks_network", "checks_reach", "checks_room", "checks_software"},

@@ -22,6 +22,7 @@ from gpulayer.plan import plan_json
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpulayer.findings import CheckOptions
     from gpulayer.launch import LaunchSettings
     from gpulayer.plan import Plan
     from gpulayer.screen import Terminal
@@ -95,7 +96,7 @@ def _render(capfd: pytest.CaptureFixture[str], *words: str) -> Json:
 # --- help -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", "run", "render", "hosts", "demo"])
+@pytest.mark.parametrize("command", ["", "run", "render", "check", "hosts", "demo"])
 def test_help_is_the_golden_text(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """--help says what tests/golden/help-*.txt holds; GPULAYER_UPDATE_GOLDEN=1 writes it there."""
     words = [command] if command else []
@@ -208,6 +209,13 @@ IN_THE_PLAN: dict[str, tuple[list[str], Callable[[Json], bool]]] = {
     "lost_after": (["--lost-after", "8"], lambda plan: plan["lost_after_s"] == 8),
     "job_id": (["--job-id", "mine"], lambda plan: plan["job_id"] == _env(plan)["GPULAYER_JOB_ID"] == "mine"),
 }
+
+
+def _checks(settings: LaunchSettings) -> CheckOptions:
+    assert settings.preflight is not None
+    return settings.preflight.options
+
+
 # For each field that is no matter of the plan: words, and what they make of the way it is carried out.
 IN_THE_RUN: dict[str, tuple[list[str], Callable[[LaunchSettings], bool]]] = {
     "ssh_config": (["-F", "config"], lambda settings: settings.ssh.config == Path("config")),
@@ -215,6 +223,11 @@ IN_THE_RUN: dict[str, tuple[list[str], Callable[[LaunchSettings], bool]]] = {
     "run_dir": (["--run-dir", "here"], lambda settings: settings.run_dir == Path("here")),
     "label": (["--label", "id"], lambda settings: settings.console.label == "id"),
     "verbose": (["-v"], lambda settings: settings.console.verbose),
+    "no_preflight": (["--no-preflight"], lambda settings: settings.preflight is None),
+    "preflight_timeout": (["--preflight-timeout", "7"], lambda settings: _checks(settings).limit_s == 7),
+    "allow_dirty": (["--allow-dirty"], lambda settings: _checks(settings).allow_dirty),
+    "strict": (["--strict"], lambda settings: _checks(settings).strict),
+    "backend": (["--backend", "nccl"], lambda settings: _checks(settings).backend == "nccl"),
 }
 TESTED_ELSEWHERE = {"script", "args", "format", "dry_run"}
 
@@ -252,7 +265,7 @@ def test_options_change_the_run(name: str, folder: Path, recorder: Recorder, cap
     (plain_plan, plain), (plan, settings) = recorder.calls
     assert not is_obeyed(plain)
     assert is_obeyed(settings)
-    assert plan == plain_plan
+    assert plan == plain_plan or name == "backend"
 
 
 def test_script_and_arguments_are_in_the_plan(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from gpulayer.errors import ConnectRefusedError, PrepareError, RefusedError
 from gpulayer.events import (
     CommandStarted,
     Event,
+    NodeConnected,
     NodeEnded,
     NodeLost,
     NodePrepared,
@@ -222,7 +223,7 @@ def test_a_signal_while_a_connect_hangs(tmp_path: Path, marked: str) -> None:
         connector,
         seen,
         lambda fanout: seen.when(
-            lambda event: isinstance(event, NodePrepared), lambda: fanout.interrupt(signal.SIGHUP)
+            lambda event: isinstance(event, NodeConnected), lambda: fanout.interrupt(signal.SIGHUP)
         ),
     )
     assert ledger.exit_code == 129

@@ -36,6 +36,10 @@ def test_node_command() -> None:
     assert second.env == {
         "GPULAYER_JOB_ID": JOB_ID,
         "CUDA_VISIBLE_DEVICES": "3,5",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "=ib0",
+        "TP_SOCKET_IFNAME": "ib0",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "29",
         "OMP_NUM_THREADS": "1",
