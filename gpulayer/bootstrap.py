@@ -11,6 +11,10 @@ from functools import cache
 
 from gpulayer import probe, supervisor
 
+# What is sent, the one with `main` last.
+SUPERVISOR = ("supervisor",)
+PROBE = ("probe_host", "probe_gpu", "probe")
+
 STAGE_ONE = 'import os;f=os.fdopen(0,"rb",0);exec(f.readline())'
 STAGE_TWO = """
 import os,sys
@@ -25,9 +29,12 @@ while len(data)<{size}:
  if not piece:
   os._exit(1)
  data+=piece
-scope={{"__name__":{name!r}}}
-exec(compile(zlib.decompress(data),{name!r},"exec"),scope)
-scope["main"]({nonce!r})
+data=zlib.decompress(data)
+for name,end in {modules!r}:
+ module=sys.modules[name]=type(sys)(name)
+ exec(compile(data[:end],name,"exec"),module.__dict__)
+ data=data[end:]
+module.main({nonce!r})
 """
 
 
@@ -45,24 +52,33 @@ def probe_argv(python: str) -> list[str]:
 
 
 @cache
-def compressed_source(name: str) -> bytes:
-    """Return the source of one of gpulayer's modules as it is sent."""
-    return zlib.compress(importlib.resources.files("gpulayer").joinpath(f"{name}.py").read_bytes(), 9)
+def _source(module: str) -> bytes:
+    return importlib.resources.files("gpulayer").joinpath(f"{module}.py").read_bytes()
+
+
+@cache
+def _compressed(modules: tuple[str, ...]) -> bytes:
+    return zlib.compress(b"".join(map(_source, modules)), 9)
 
 
 def bootstrap_input(nonce: str) -> bytes:
     """Return what goes down a supervisor's stdin first: a line that any Python reads, then the compressed source."""
-    return _input("supervisor", supervisor.HELLO + nonce.encode() + b"\n", nonce)
+    return _input(SUPERVISOR, supervisor.HELLO + nonce.encode() + b"\n", nonce)
 
 
 def probe_input(nonce: str) -> bytes:
     """Return what goes down a probe's stdin first."""
-    return _input("probe", probe.HELLO + nonce.encode() + b"\n", nonce)
+    return _input(PROBE, probe.HELLO + nonce.encode() + b"\n", nonce)
 
 
-def _input(module: str, greeting: bytes, nonce: str) -> bytes:
-    source = compressed_source(module)
+def _input(modules: tuple[str, ...], greeting: bytes, nonce: str) -> bytes:
+    """Return the modules, each of which may import those before it, by the names that they have here."""
+    source = _compressed(modules)
     stage = STAGE_TWO.format(
-        greeting=greeting, minimum=supervisor.MIN_PYTHON, size=len(source), nonce=nonce, name=f"gpulayer_{module}"
+        greeting=greeting,
+        minimum=supervisor.MIN_PYTHON,
+        size=len(source),
+        modules=[(f"gpulayer.{module}", len(_source(module))) for module in modules],
+        nonce=nonce,
     )
     return b"exec(" + repr(stage.strip() + "\n").encode() + b")\n" + source

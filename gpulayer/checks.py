@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpulayer import probe
+from gpulayer import probe_host
 from gpulayer.checks_gpu import check_gpus
 from gpulayer.checks_network import check_addresses, check_machines
 from gpulayer.checks_reach import check_mesh, check_port, check_rendezvous
@@ -39,7 +39,7 @@ _NAMES = {
     "python": "the version of Python",
     "torch": "the version of torch",
     "gpu": "the GPUs",
-    "shm": probe.SHM,
+    "shm": probe_host.SHM,
     "nofile": "`ulimit -n`",
     "memlock_bytes": "`ulimit -l`",
     "infiniband": "InfiniBand devices",

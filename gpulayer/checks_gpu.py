@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpulayer import probe
+from gpulayer import probe_gpu
 from gpulayer.findings import Check, Finding, as_warning, failure, visible_devices, warning
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _tool_missing(node: NodeCommand, gpu: GpuFact, options: CheckOptions) -> Fin
     finding = failure(
         Check.GPU_TOOL_MISSING,
         [node.node_id],
-        f"none of {', '.join(f'`{name}`' for name in probe.TOOLS)} is there to check the GPUs with",
+        f"none of {', '.join(f'`{name}`' for name in probe_gpu.TOOLS)} is there to check the GPUs with",
         "install the driver's tools, or have PATH name their folder: `env` in the hosts map",
         f"the kernel shows {gpu.device_files}",
     )
@@ -161,11 +161,11 @@ def _process_text(processes: Sequence[GpuProcess]) -> str:
 def _memory_alone(node: NodeCommand, gpu: GpuFact, device: GpuDevice) -> Iterator[Finding]:
     """Yield memory that is in use on a GPU where no process is to be seen."""
     with_process = any(process.device in (device.index, None) for process in gpu.processes)
-    if (device.memory_used_mib or 0) > probe.IDLE_MEMORY_MIB and not with_process:
+    if (device.memory_used_mib or 0) > probe_gpu.IDLE_MEMORY_MIB and not with_process:
         yield failure(
             Check.GPU_MEMORY,
             [node.node_id],
-            f"over {probe.IDLE_MEMORY_MIB} MiB of a GPU's memory are in use by no process that is visible",
+            f"over {probe_gpu.IDLE_MEMORY_MIB} MiB of a GPU's memory are in use by no process that is visible",
             "another container has the GPU, or a process is ending; `--allow-dirty` runs beside it",
             f"GPU {device.index}, {device.memory_used_mib} MiB",
         )

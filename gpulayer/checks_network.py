@@ -78,14 +78,16 @@ def _asked_for(node: NodeCommand, name: str, interfaces: Sequence[Interface]) ->
     if not asked.up:
         yield _down(node, asked)
     holders = _holders(node.address, interfaces)
+    # Every interface has a link-local address (fe80::...), which no node is reached by.
+    usable = [one for one in asked.addresses if not getattr(_plain(one), "is_link_local", False)]
     # A translated address is on no interface, so any that has an address may be meant.
-    if asked not in holders and (holders or not asked.addresses):
+    if asked not in holders and (holders or not usable):
         yield failure(
             Check.INTERFACE_ADDRESS,
             [node.node_id],
             f"interface `{name}` does not hold the node's address",
             "leave `interface` out to use the one that does, or set the node's `address` to one of this interface",
-            f"{', '.join(asked.addresses) or 'nothing'} instead of {node.address}",
+            f"{', '.join(usable) or 'nothing'} instead of {node.address}",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpulayer import probe
+from gpulayer import probe_host
 from gpulayer.findings import Check, Finding, failure, warning
 from gpulayer.ranges import fold
 
@@ -61,7 +61,7 @@ def choose_port(plan: Plan, head: NodeFacts, locked_ports: Collection[int] = ())
     if not plan.port_is_default or not (taken or port in locked_ports):
         return PortChoice(port)
     # A port that is only locked was free to the probe, which then lists no others.
-    candidates = head.free_ports if taken else range(port + 1, probe.LAST_DEFAULT_PORT + 1)
+    candidates = head.free_ports if taken else range(port + 1, probe_host.LAST_DEFAULT_PORT + 1)
     free = next((one for one in candidates if one not in locked_ports), None)
     if free is None:
         return PortChoice(port)
@@ -89,7 +89,7 @@ def check_port(plan: Plan, seen: Observations, _: CheckOptions) -> Iterator[Find
     head, port, fact = [plan.nodes[0].node_id], plan.master_port, facts.port
     locked = port in seen.locked_ports
     if locked or (fact and fact.port == port and fact.state == "taken"):
-        last = probe.LAST_DEFAULT_PORT
+        last = probe_host.LAST_DEFAULT_PORT
         found_none = f"the ports after it are taken too, up to {last}; name a free one with `--master-port`"
         asked_for = f"name another with `--master-port`; without it, the first free one up to {last} is used"
         yield failure(

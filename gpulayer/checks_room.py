@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpulayer import probe
+from gpulayer import probe_host
 from gpulayer.findings import Check, Finding, size, warning
 from gpulayer.ranges import fold
 
@@ -40,8 +40,8 @@ def _shm(node: NodeCommand, facts: NodeFacts) -> Iterator[Finding]:
     yield warning(
         Check.SHM_SMALL,
         [node.node_id],
-        f"{probe.SHM} {found}, {size(wanted)} or more is expected for {count}",
-        f"give a container more with `--shm-size`, or `mount -o remount,size={wanted >> 20}M {probe.SHM}` as root",
+        f"{probe_host.SHM} {found}, {size(wanted)} or more is expected for {count}",
+        f"give a container more with `--shm-size`, or `mount -o remount,size={wanted >> 20}M {probe_host.SHM}` as root",
     )
 
 

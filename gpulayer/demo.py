@@ -8,7 +8,6 @@ import importlib.resources
 import importlib.util
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -62,9 +61,11 @@ def run_demo(run_cli: Callable[[list[str]], int]) -> int:
         (folder / SCRIPT).write_bytes(script.read_bytes())
         _say(INTRO.format(folder=folder, servers=servers))
         job_id = f"demo-{secrets.token_hex(2)}"
-        options = f"-H hosts.toml -F ssh_config --job-id {job_id} --nproc-per-node 2 --backend gloo"
-        job = [*options.split(), "--master-port", str(_free_port()), SCRIPT]
-        code = _run(RENDER, ["render", *job], run_cli) or _run(RUN, ["run", *job], run_cli)
+        options = f"-H hosts.toml -F ssh_config --job-id {job_id} --nproc-per-node 2 --backend gloo".split()
+        # GPUs are not used, so it is no matter who else uses them.
+        code = _run(RENDER, ["render", *options, SCRIPT], run_cli) or _run(
+            RUN, ["run", *options, "--allow-dirty", SCRIPT], run_cli
+        )
         _say(OUTRO.format(files=_listing(folder / "runs" / job_id)) + ("" if code else NEXT))
     return code
 
@@ -150,13 +151,6 @@ def _inside(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.fchdir(before)
         os.close(before)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _listing(run_dir: Path) -> str:

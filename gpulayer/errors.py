@@ -7,8 +7,7 @@ GpulayerError
 │   ├── PlacementError            ranks, address or port cannot be laid out
 │   ├── PlaceholderError          a `$NAME` would have reached a node as text
 │   └── JobError                  an option, a job setting or an environment name is wrong
-├── RefusedError              3   some nodes cannot take part; nothing was started
-├── PreflightError            3   the checks say that the job would not run; nothing was started
+├── RefusedError              3   some nodes cannot take part, or would not run the job; nothing was started
 └── NodeError                 3   one node cannot take part (fanout gathers these into a RefusedError)
     ├── SshConfigError            ~/.ssh/config (or -F FILE) cannot be read
     ├── NameNotFoundError         the SSH name has no address
@@ -120,27 +119,22 @@ class PrepareError(NodeError):
 
 
 class RefusedError(GpulayerError):
-    """Some nodes cannot take part, so nothing was started anywhere.
+    """Some nodes cannot take part, or checks say that the job would not run there, so nothing was started anywhere.
 
-    `problems` maps each node id to its NodeError, in node order.
+    `problems` maps each node id to its NodeError, in node order. `report` is what the checks found in words, `findings`
+    the same as plain values.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, problems: dict[str, NodeError]) -> None:
+    def __init__(
+        self,
+        message: str,
+        problems: dict[str, NodeError],
+        report: str = "",
+        findings: list[dict[str, object]] | None = None,
+    ) -> None:
         super().__init__(message)
         self.problems = problems
-
-
-class PreflightError(GpulayerError):
-    """The checks say that the job would not run on these nodes, so nothing was started anywhere.
-
-    `report` is every finding in words, `findings` the same as plain values.
-    """
-
-    exit_code = 3
-
-    def __init__(self, message: str, report: str, findings: list[dict[str, object]]) -> None:
-        super().__init__(message)
         self.report = report
-        self.findings = findings
+        self.findings = findings or []

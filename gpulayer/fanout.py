@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpulayer import supervisor
@@ -15,7 +16,7 @@ from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import HandshakeError, NodeError, RefusedError
 from gpulayer.events import Event, NodeLost, Notice, Output, Stage, StageReached
 from gpulayer.outcome import Ledger, NodeRecord
-from gpulayer.preflight import Preflight
+from gpulayer.preflight import Preflight, cannot_take_part
 from gpulayer.remote import RemoteNode
 from gpulayer.ssh import SshTarget
 
@@ -57,6 +58,7 @@ class Fanout:
         self.checked: PreflightResult | None = None
         self._plan, self._connector, self._observer, self._preflight = plan, connector, observer, preflight
         self._only_check = False
+        self._problems: dict[str, NodeError] = {}
         self._began_s = time.monotonic()
         self._started_s: float | None = None
         self._pinged_s = 0.0
@@ -71,8 +73,7 @@ class Fanout:
     async def run(self) -> Ledger:
         """Run the job to its end.
 
-        Raises RefusedError when nodes cannot take part, PreflightError when they could not run it; nothing was
-        started then.
+        Raises RefusedError when nodes cannot take part or would not run it; nothing was started then.
         """
         async with self._connecting():
             if await self._ready_all():
@@ -82,12 +83,10 @@ class Fanout:
         return self.ledger
 
     async def check(self) -> PreflightResult | None:
-        """Preflight alone: return what was found, None when a signal came first. Raises RefusedError."""
+        """Preflight alone: return what was found, None when a signal came first."""
         self._only_check = True
         async with self._connecting():
-            if await self._on_all(self._greet):
-                self._emit(StageReached(Stage.PREPARING))
-                await self._check()
+            if await self._on_all(self._greet) and await self._check():
                 await self._dismiss()
         return None if self._signals else self.checked
 
@@ -122,43 +121,52 @@ class Fanout:
     # -- before the start
 
     async def _ready_all(self) -> bool:
-        """Bring all nodes to where they can start; False when a signal came first. Raises RefusedError."""
-        if not await self._on_all(self._greet):
+        """Bring all nodes to where they can start; False when a signal came first. Raises RefusedError.
+
+        A node that cannot be reached does not keep the others from being looked at: all that is wrong is told at once.
+        """
+        if not await self._on_all(self._greet) or not await self._check():
             return False
-        self._emit(StageReached(Stage.PREPARING))
-        return await self._check() and await self._on_all(self._prepare)
+        if self.checked and (self._problems or self.checked.failures):
+            await self._dismiss()
+            raise self.checked.error()
+        if not await self._on_all(self._prepare):
+            return False
+        if self._problems:
+            await self._dismiss()
+            raise RefusedError(cannot_take_part(self._plan, self._problems), self._in_order(self._problems))
+        return True
 
     async def _on_all(self, step: Callable[[RemoteNode], Awaitable[None]]) -> bool:
-        """Take one step on all nodes at once; False when a signal came first. Raises RefusedError, naming all nodes."""
-        results = await self._unless_interrupted([step(node) for node in self._nodes])
-        problems: dict[str, NodeError] = {}
-        for node, result in zip(self._nodes, results, strict=False):
+        """Take one step on all nodes at once that have no problem yet; False when a signal came first."""
+        nodes = [node for node in self._nodes if node.command.node_id not in self._problems]
+        for node, result in zip(nodes, await self._unless_interrupted([step(node) for node in nodes]), strict=False):
             if isinstance(result, NodeError):
-                problems[node.command.node_id] = result
+                self._problems[node.command.node_id] = result
             elif isinstance(result, BaseException):
                 raise result
-        await self._refuse(problems)
         return not self._signals
 
     async def _check(self) -> bool:
-        """Preflight, if it was asked for; False when a signal came first. Raises RefusedError or PreflightError."""
+        """Preflight, if it was asked for; False when a signal came first."""
+        if len(self._problems) < len(self._nodes):
+            self._emit(StageReached(Stage.PREPARING))
         if self._preflight is None:
             return True
-        preflight = Preflight(self._plan, self._nodes, self._preflight, self._emit)
+        preflight = Preflight(self._plan, self._nodes, self._preflight, self._problems, self._emit)
         for result in await self._unless_interrupted([preflight.run()]):
             if isinstance(result, BaseException):
                 raise result
-            self.checked = result
-            await self._refuse(result.problems)
+            self.checked = replace(result, problems=self._in_order(self._problems))
             self._plan = result.plan
-            if self._only_check:
-                break  # whoever asked shows it all
-            for text in result.notices():
-                self.tell(text)
-            if result.failures:
-                await self._dismiss()
-                raise result.error(self._plan)
+            if not self._only_check and not result.failures and not self._problems:
+                for text in result.notices():
+                    self.tell(text)
         return not self._signals
+
+    def _in_order(self, problems: dict[str, NodeError]) -> dict[str, NodeError]:
+        ids = [node.command.node_id for node in self._nodes]
+        return {node_id: problems[node_id] for node_id in ids if node_id in problems}
 
     async def _unless_interrupted(self, steps: Sequence[Awaitable[Result]]) -> list[Result | BaseException]:
         """Await all steps and return how each went; nothing, and nothing goes on, when a signal came first."""
@@ -175,13 +183,6 @@ class Fanout:
         await waiting
         await self._dismiss()
         return []
-
-    async def _refuse(self, problems: dict[str, NodeError]) -> None:
-        """Let all nodes go if some cannot take part. Raises RefusedError then."""
-        if problems:
-            await self._dismiss()
-            count = f"{len(problems)} of {len(self._nodes)} nodes" if len(self._nodes) > 1 else "the node"
-            raise RefusedError(f"{count} cannot take part, so nothing was started", problems)
 
     async def _greet(self, node: RemoteNode) -> None:
         link = await self._connector.connect(_target(node.command))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpulayer.console import Console, ConsoleOptions
-from gpulayer.errors import PreflightError, RefusedError
+from gpulayer.errors import RefusedError
 from gpulayer.events import Event, Output
 from gpulayer.fanout import Fanout
 from gpulayer.logs import RunDirectory, raise_file_limit
@@ -32,7 +32,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FILES_PER_NODE = 2
 SPARE_FILES = 64
 FLUSH_LIMIT_S = 2.0
-REFUSED = PreflightError.exit_code
+REFUSED = RefusedError.exit_code
 # Ctrl-Z: a launcher that sleeps is a launcher that is gone, and every node would end its part.
 NOT_SUSPENDED = "not suspended: the nodes would take a sleeping launcher for a lost one and end the job"
 
@@ -99,7 +99,7 @@ def launch(plan: Plan, settings: LaunchSettings, terminal: Terminal) -> int:
         fan_out = _fan_out(plan, settings.ssh, observer, _keeping_plan(settings.preflight, directory), finish)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(fan_out).exit_code
-    except (RefusedError, PreflightError) as refused:
+    except RefusedError as refused:
         directory.write_receipt(refusal_json(plan, refused, time.monotonic() - began_s))
         raise
     finally:
@@ -152,15 +152,20 @@ def _signals_to(fanout: Fanout) -> Iterator[None]:
 def check_nodes(
     plan: Plan, ssh: SshSettings, preflight: PreflightSettings, terminal: Terminal, *, as_json: bool
 ) -> int:
-    """Check the nodes of a plan, show what was found, and return the exit code. Raises RefusedError."""
+    """Check the nodes of a plan, show what was found, and return the exit code.
+
+    Raises RefusedError where nodes cannot be checked, unless that is shown as data too.
+    """
     console = Console(terminal, [ShownNode(node.node_rank, node.node_id, node.ranks) for node in plan.nodes])
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             ledger, result = runner.run(_check(plan, ssh, preflight, console))
         if result is None:
             return ledger.exit_code
+        if result.problems and not as_json:
+            raise result.error()
         console.data(check_json(plan, result) if as_json else render_check(plan, result))
-        return REFUSED if result.failures else 0
+        return REFUSED if result.failures or result.problems else 0
     finally:
         console.close(FLUSH_LIMIT_S)
 

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from gpulayer.errors import GpulayerError, NodeError, PreflightError, RefusedError
+from gpulayer.errors import GpulayerError, NodeError, RefusedError
 from gpulayer.events import (
     CommandExited,
     CommandStarted,
@@ -238,8 +238,8 @@ def error_text(error: GpulayerError) -> str:
     if isinstance(error, RefusedError):
         for text, hint, ids in _alike(error.problems):
             blocks.append(f"{fold(ids)}: {text}" + (f"\nhint: {hint}" if hint else ""))
-    if isinstance(error, PreflightError):
-        blocks.append(error.report.rstrip())
+        if error.report:
+            blocks.append(error.report.rstrip())
     if error.hint:
         blocks.append(f"hint: {error.hint}")
     return "\n\n".join(blocks) + "\n"

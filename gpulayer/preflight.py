@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpulayer.checks import judge
 from gpulayer.checks_reach import choose_port, mesh_targets
-from gpulayer.errors import HandshakeError, NodeError, PreflightError
+from gpulayer.errors import HandshakeError, NodeError, RefusedError
 from gpulayer.events import Event, NodeChecked
 from gpulayer.facts import (
     FactsRequest,
@@ -31,7 +31,7 @@ from gpulayer.findings import CheckOptions, Finding, Observations, Severity, fin
 from gpulayer.ranges import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from gpulayer.plan import Plan
     from gpulayer.remote import RemoteNode
@@ -75,25 +75,38 @@ class PreflightResult:
         """Return what to tell where the job goes on: that the port has moved, and each warning."""
         return [*([self.moved] if self.moved else []), *(render_findings([one]).rstrip() for one in self.warnings)]
 
-    def error(self, plan: Plan) -> PreflightError:
-        """Return the error of a job that would not run: all failures, then the warnings."""
+    def error(self) -> RefusedError:
+        """Return the error of a job that cannot start: nodes that cannot take part, then all that was found."""
         failing = {node_id for finding in self.failures for node_id in finding.node_ids}
-        ids = [node.node_id for node in plan.nodes if node.node_id in failing]
-        return PreflightError(
-            f"the job would not run on {fold(ids)}, so nothing was started",
+        ids = [node.node_id for node in self.plan.nodes if node.node_id in failing]
+        message = f"the job would not run on {fold(ids)}, so nothing was started"
+        return RefusedError(
+            cannot_take_part(self.plan, self.problems) if self.problems else message,
+            self.problems,
             render_findings(self.findings),
             findings_json(self.findings),
         )
 
 
+def cannot_take_part(plan: Plan, problems: Mapping[str, NodeError]) -> str:
+    """Return what is said where some nodes cannot take part."""
+    who = f"{len(problems)} of {plan.nnodes} nodes" if plan.nnodes > 1 else "the node"
+    return f"{who} cannot take part, so nothing was started"
+
+
 class Preflight:
-    """One round of checks on nodes whose supervisors have answered."""
+    """One round of checks. Nodes that already have one of `problems` are left alone; new ones are added to it."""
 
     def __init__(
-        self, plan: Plan, nodes: Sequence[RemoteNode], settings: PreflightSettings, emit: Callable[[Event], None]
+        self,
+        plan: Plan,
+        nodes: Sequence[RemoteNode],
+        settings: PreflightSettings,
+        problems: dict[str, NodeError],
+        emit: Callable[[Event], None],
     ) -> None:
-        self._plan, self._nodes, self._settings, self._emit = plan, nodes, settings, emit
-        self._problems: dict[str, NodeError] = {}
+        self._plan, self._nodes, self._settings, self._problems = plan, nodes, settings, problems
+        self._emit = emit
         self._deadline_s = time.monotonic() + settings.options.limit_s
         self._nonces = [secrets.token_hex(8) for _ in nodes]
         self._facts: dict[int, NodeFacts] = {}
@@ -188,7 +201,7 @@ class Preflight:
         left_s = self._deadline_s - time.monotonic() - ANSWER_MARGIN_S
         limit_s = min(self._settings.options.reach_limit_s, max(ANSWER_MARGIN_S, left_s))
         try:
-            # Also where another node has used up the time: those that answer are checked against each other all the same.
+            # Also where one node has used up the time: those that answer are checked against each other.
             async with asyncio.timeout(limit_s + ANSWER_MARGIN_S):
                 line = await self._nodes[rank].ask_probe(encode_reach(targets, limit_s))
         except TimeoutError:

@@ -9,7 +9,6 @@ import json
 import signal
 from typing import TYPE_CHECKING
 
-from gpulayer.errors import PreflightError, RefusedError
 from gpulayer.findings import findings_json, render_findings
 from gpulayer.hosts import fold
 from gpulayer.messages import describe_status
@@ -18,6 +17,7 @@ from gpulayer.outcome import Cause, CauseKind, Fate, Ledger, NodeRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gpulayer.errors import RefusedError
     from gpulayer.events import ExitStatus, Survivor, Tail
     from gpulayer.plan import Plan
     from gpulayer.preflight import PreflightResult
@@ -35,6 +35,7 @@ def render_report(plan: Plan, ledger: Ledger, took_s: float, run_dir: Path) -> s
     ]
     if ledger.cause:
         lines += [f"  first: {_cause_text(plan, ledger, ledger.cause)}", *_last_words(ledger.cause.tail)]
+        lines += _advice(plan, ledger.cause)
     lines += _node_lines(plan, ledger)
     lines.append(f"  logs: {run_dir}")
     return "\n".join(lines) + "\n"
@@ -63,9 +64,8 @@ def receipt_json(plan: Plan, ledger: Ledger, took_s: float, lost_log_bytes: int)
     }
 
 
-def refusal_json(plan: Plan, refused: RefusedError | PreflightError, took_s: float) -> dict[str, object]:
+def refusal_json(plan: Plan, refused: RefusedError, took_s: float) -> dict[str, object]:
     """Return the receipt of a job that did not start: what kept which node from taking part."""
-    problems = refused.problems if isinstance(refused, RefusedError) else {}
     return {
         "version": RECEIPT_VERSION,
         "job_id": plan.job_id,
@@ -73,9 +73,9 @@ def refusal_json(plan: Plan, refused: RefusedError | PreflightError, took_s: flo
         "took_s": round(took_s, 3),
         "refused": [
             {"node_id": node_id, "problem": type(problem).__name__, "text": str(problem), "hint": problem.hint}
-            for node_id, problem in problems.items()
+            for node_id, problem in refused.problems.items()
         ],
-        "findings": refused.findings if isinstance(refused, PreflightError) else [],
+        "findings": refused.findings,
     }
 
 
@@ -95,7 +95,8 @@ def check_json(plan: Plan, result: PreflightResult) -> str:
         "version": RECEIPT_VERSION,
         "nodes": [node.node_id for node in plan.nodes],
         "master_port": result.plan.master_port,
-        "ok": not result.failures,
+        "ok": not result.failures and not result.problems,
+        "refused": [{"node_id": node_id, "text": str(one)} for node_id, one in result.problems.items()],
         "findings": findings_json(result.findings),
         "rendezvous_rtt_ms": {
             plan.nodes[rank].node_id: reached.rtt_ms for rank, reached in result.observations.rendezvous.items()
@@ -176,6 +177,15 @@ def _last_words(tail: Tail) -> list[str]:
         if text:
             return [f"  its last lines on {name}:", *_block(text)]
     return []
+
+
+def _advice(plan: Plan, cause: Cause) -> list[str]:
+    """Return what follows where torchrun could not have the rendezvous port, which was free when it was checked."""
+    said = cause.tail.stderr
+    if cause.kind is not CauseKind.COMMAND or b"port: %d" % plan.master_port not in said or b"EADDRINUSE" not in said:
+        return []
+    taken = f"another process took port {plan.master_port} on {plan.nodes[0].node_id} after it was found free"
+    return [f"  hint: {taken}: start the job again, or name another port with `--master-port`"]
 
 
 def _block(text: str) -> list[str]:

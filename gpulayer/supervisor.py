@@ -461,9 +461,9 @@ class Helper:
         return os.read(self.output, CHUNK_BYTES)
 
     def end(self) -> None:
-        """Kill it and what shares its session; reap it."""
-        with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kill it and what it has started, in sessions of their own too; reap it."""
+        for process in select_job(process_table(), {self.pid}, set()):
+            signal_process(process, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         for fd in (self.input, self.output):
             os.close(fd)
@@ -940,12 +940,17 @@ class Supervisor:
                 Ending(self.job["marker"], {os.getpid()}, self._send).run(self.job["grace_s"])
                 self.phase = "draining"
 
+    def _hear_guard_now(self) -> None:
+        while self.guard_link and select.select([self.guard_link], [], [], 0)[0]:
+            self._hear_guard()
+
     def _reaped(self, pid: int, status: int) -> None:
         for watch in self.ranks.values():
             if watch.process.pid == pid and not watch.told:
                 watch.reaped = status
         if pid == self.command_pid:
-            self._watch_ranks()
+            if not os.WIFSIGNALED(status):  # else it was not over when it died: its ranks are being killed, after it
+                self._watch_ranks()
             self._send_exit({"type": "exit"}, status, None)
             self.ending, self.command_pid = True, 0
 
@@ -953,9 +958,13 @@ class Supervisor:
         """Find torchrun's workers, and tell of each that ended, before torchrun has said a word."""
         if self.phase == "running" and len(self.ranks) < self.job["nproc_per_node"]:
             self._find_ranks()
-        for local_rank, watch in self.ranks.items():
-            ended, status = (False, None) if watch.told else watch.look()
-            if ended:
+        looks = {local_rank: watch.look() for local_rank, watch in self.ranks.items() if not watch.told}
+        ends = {local_rank: status for local_rank, (ended, status) in looks.items() if ended}
+        if ends:
+            self._hear_guard_now()  # if it is the guard that killed them, it has said why before
+        for local_rank, status in ends.items():
+            watch = self.ranks[local_rank]
+            if not watch.told:
                 if watch.fd >= 0:
                     os.close(watch.fd)
                 watch.told, watch.fd = True, -1

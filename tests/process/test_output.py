@@ -130,7 +130,7 @@ def test_told_to_leave_a_node_keeps_the_rest(node: LocalNode, script: ScriptWrit
     """A launcher that will not wait for a slow link gets the name of the folder that holds what it missed."""
     count = 100
     node.run(fake_torchrun(node, script(WRITE), str(tmp_path), str(count)))
-    wait_until((tmp_path / "written").exists, "the rank has written all of it", timeout_s=20)
+    wait_until((tmp_path / "written").exists, "the rank has written all of it", timeout_s=60)
     wait_gone(node.wait_for("started")["pid"])
     node.send("leave")
     assert node.finish() == {"type": "ended", "kept": str(node.job_dir)}

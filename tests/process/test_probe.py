@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpulayer import probe
+from gpulayer import probe, probe_gpu, probe_host
 from gpulayer.facts import (
     GpuDevice,
     GpuFact,
@@ -60,14 +60,14 @@ def free_port() -> int:
     """A port outside the ephemeral range that nothing holds."""
     for port in range(20000, 30000):
         with contextlib.suppress(OSError):
-            probe.bind_port(port, reuse=False).close()
+            probe_host.bind_port(port, reuse=False).close()
             return port
     pytest.fail("no free port")
 
 
 def reserved(port: int) -> socket.socket:
     """Hold a port as a supervisor does: bound, not listening."""
-    return probe.bind_port(port, reuse=True)
+    return probe_host.bind_port(port, reuse=True)
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------
@@ -353,14 +353,15 @@ def test_processes_on_gpus(tools: Path) -> None:
     processes = ask_gpus(tools).processes
     command = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()[:200]
     assert processes == (
-        GpuProcess(1, me, probe.user_name(os.getuid()), command, 30000),
+        GpuProcess(1, me, probe_host.user_name(os.getuid()), command, 30000),
         GpuProcess(0, gone, "", "[Not Found]", None),
     )
 
 
 def test_memory_without_a_process_is_looked_at_twice(tools: Path) -> None:
     """Memory that a process which just ended gives back late is no finding; memory that stays is."""
-    once = f"if [ -e {tools}/seen-$1 ]; then echo '{gpu_row(0)}' >{tools}/gpus; fi; : >{tools}/seen-$1"
+    idle = f"echo '{gpu_row(0)}' >{tools}/new-$1; mv {tools}/new-$1 {tools}/gpus"  # in one piece, beside a reader
+    once = f"if [ -e {tools}/seen-$1 ]; then {idle}; fi; : >{tools}/seen-$1"
     fake_nvidia_smi(tools, [gpu_row(0, "9000")], [], more=once.replace("$1", "${1%%=*}"))
     assert ask_gpus(tools).devices == (gpu(0),)
     fake_nvidia_smi(tools, [gpu_row(0, "9000")], [])
@@ -379,12 +380,15 @@ def test_a_tool_that_hangs(tools: Path) -> None:
     wait_gone(*map(int, pids))
 
 
-def test_the_tool_ends_with_the_launcher(tools: Path) -> None:
-    """When nobody waits for the facts any more, neither the probe nor the tool goes on."""
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_the_tool_ends_with_the_launcher_and_with_the_supervisor(tools: Path, by_signal: bool) -> None:
+    """When nobody waits for the facts any more, neither the probe nor the tool goes on; SIGTERM says so too."""
     fake_tool(tools, "nvidia-smi", f"trap '' TERM; echo $$ >>{tools}/pids; while :; do sleep 1; done")
     with ProbeProcess(env={"PATH": f"{tools}:{os.environ['PATH']}"}) as node:
         node.send_facts(request(tools.parent, smi_limit_s=60))
         wait_until(lambda: (tools / "pids").exists() and len((tools / "pids").read_text().split()) == 2, "it runs")
+        if by_signal:
+            node.process.terminate()
         assert node.wait() == (0, "")
     pids = (tools / "pids").read_text().split()
     wait_gone(*map(int, pids))
@@ -430,10 +434,10 @@ def test_a_tool_that_fails(tools: Path, script: str, state: str, message: str | 
         assert found.message == message
 
 
-@pytest.mark.skipif(bool(probe.find_tools()), reason="a GPU tool is installed here")
+@pytest.mark.skipif(bool(probe_gpu.find_tools()), reason="a GPU tool is installed here")
 def test_no_tool(tools: Path) -> None:
     """A machine without any tool says just that."""
-    assert ask_gpus(tools) == GpuFact(None, "missing", "", None, probe.device_files(), (), ())
+    assert ask_gpus(tools) == GpuFact(None, "missing", "", None, probe_gpu.device_files(), (), ())
 
 
 BROKEN = 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9'
@@ -568,12 +572,12 @@ def test_xid_errors_in_the_kernel_log() -> None:
         "4,1004,40000000,-;NVRM: Xid (PCI:0000:3b:00): 13, pid=1234, Graphics Exception\n"
         "4,1005,50000000,c;NVRM: Xid (PCI:0000:af:00): 48, pid=7, DBE\n"
     )
-    found = probe.xids_in(log, 100.0)
+    found = probe_gpu.xids_in(log, 100.0)
     assert found == {
         "3b:00": [{"code": 13, "age_s": 60.0}, {"code": 79, "age_s": 90.0}],
         "af:00": [{"code": 48, "age_s": 50.0}],
     }
-    assert probe.short_bus("00000000:3B:00.0") == "3b:00"
+    assert probe_gpu.short_bus("00000000:3B:00.0") == "3b:00"
     assert Xid(**found["af:00"][0]) == Xid(48, 50.0)
 
 
@@ -598,20 +602,20 @@ def test_a_free_port(tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", port)) as stays:
             assert stays.recv(100) == b"abc\n"
             assert (head.end(), other.end()) == ((0, ""), (0, ""))
-    probe.bind_port(port, reuse=False).close()
+    probe_host.bind_port(port, reuse=False).close()
 
 
 def test_a_taken_port(tmp_path: Path) -> None:
     """Whoever listens on the port is named, the next free ones are told, and the head can move to one of them."""
     port = free_port()
-    with probe.listen(port), ProbeProcess() as head:
+    with probe_host.listen(port), ProbeProcess() as head:
         found = head.facts(request(tmp_path, node_rank=0, master_port=port))
         assert found.port
         command = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()[:200]
-        me = probe.user_name(os.getuid())
+        me = probe_host.user_name(os.getuid())
         assert found.port == RendezvousPort(port, "taken", os.getpid(), command, me, "Address already in use")
-        assert len(found.free_ports) == probe.MOST_FREE_PORTS
-        assert port < found.free_ports[0] <= found.free_ports[-1] <= probe.LAST_DEFAULT_PORT
+        assert len(found.free_ports) == probe_host.MOST_FREE_PORTS
+        assert port < found.free_ports[0] <= found.free_ports[-1] <= probe_host.LAST_DEFAULT_PORT
         moved = head.rendezvous(found.free_ports[0])
         assert moved.port == RendezvousPort(found.free_ports[0], "free", None, "", "", "")
         target = ReachTarget("moved", "127.0.0.1", moved.port.port, "abc")
@@ -623,7 +627,7 @@ def test_a_taken_port(tmp_path: Path) -> None:
 def test_ports_reserved_by_another_job_are_not_offered(tmp_path: Path) -> None:
     """A port that another supervisor holds without listening is none of the free ones."""
     port = free_port()
-    with probe.listen(port), reserved(port + 1), ProbeProcess() as head:
+    with probe_host.listen(port), reserved(port + 1), ProbeProcess() as head:
         found = head.facts(request(tmp_path, node_rank=0, master_port=port))
     assert found.free_ports
     assert port + 1 not in found.free_ports
@@ -631,7 +635,7 @@ def test_ports_reserved_by_another_job_are_not_offered(tmp_path: Path) -> None:
 
 def test_the_last_port_has_no_next(tmp_path: Path) -> None:
     """Above the last default port nothing is offered."""
-    with probe.listen(0) as taken, ProbeProcess() as head:
+    with probe_host.listen(0) as taken, ProbeProcess() as head:
         port = taken.getsockname()[1]
         assert head.facts(request(tmp_path, node_rank=0, master_port=port)).free_ports == ()
 
@@ -659,7 +663,7 @@ def test_a_port_of_another_user(tmp_path: Path) -> None:
         with ProbeProcess(("python3",), prefix=prefix, env={"PATH": netns.SYSTEM_PATH}) as head:
             hidden = head.facts(asked).port
         holder.kill()
-    nobody = probe.user_name(NOBODY)
+    nobody = probe_host.user_name(NOBODY)
     command = f"python3 -c {program}"[:200]
     assert seen == RendezvousPort(port, "taken", holder.pid, command, nobody, "Address already in use")
     assert hidden == RendezvousPort(port, "taken", None, "", nobody, "Address already in use")

@@ -71,7 +71,7 @@ def test_while_connecting(cluster2: Cluster, number: signal.Signals) -> None:
     cluster2.hosts[1].drop_syn()
     live, _ = _launch(cluster2, [], endings.POLITE)
     with live:
-        live.wait_for_event("node_prepared", node_rank=0)
+        live.wait_for_event("node_connected", node_rank=0)
         live.interrupt(number)
         sent_at = time.monotonic()
         done = live.finish()
@@ -92,7 +92,7 @@ def test_while_a_login_shell_hangs(cluster2: Cluster, number: signal.Signals) ->
         return [process.pid for process in cluster2.hosts[1].processes() if process.argv == ("sleep", "3456")]
 
     with live:
-        live.wait_for_event("node_prepared", node_rank=0)
+        live.wait_for_event("node_connected", node_rank=0)
         wait_until(lambda: len(hanging()) == 1, "the login shell hangs")
         live.interrupt(number)
         done = live.finish(timeout_s=5)

@@ -125,11 +125,11 @@ def test_two_jobs_at_one_port(cluster4: Cluster) -> None:
         done = jobs.run(
             cluster4.login,
             jobs.map_with_fake_torch(cluster4, hosts=cluster4.hosts[:2]),
-            [],
+            ["--master-port", "29500"],
             jobs.write_script(cluster4, ""),
         )
         assert done.returncode == 3
-        assert "h00: port 29500 is " in done.stderr
+        assert "h00: port 29500 is in use by another job of gpulayer" in done.stderr
         assert "--master-port" in done.stderr
         assert all(_alive(pid) for pid in own)
         (job.folder / "go").touch()

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.ssh
 
 ALL_REDUCE = """
-import os, torch, torch.distributed
+import torch, torch.distributed
+from os import environ
 torch.distributed.init_process_group("gloo")
-value = torch.tensor([int(os.environ["RANK"]) + 1.0])
+value = torch.tensor([int(environ["RANK"]) + 1.0])
 torch.distributed.all_reduce(value)
-print("sum", value.item(), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], os.environ["MASTER_PORT"])
+print("sum", value.item(), environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"], environ["MASTER_PORT"])
 torch.distributed.destroy_process_group()
 """
 
@@ -55,9 +56,12 @@ def test_two_ids_for_one_host_are_refused(cluster2: Cluster) -> None:
     done = check(cluster2, _twin_map(cluster2, {}))
     boot_id = cluster2.hosts[1].path("proc/sys/kernel/random/boot_id").read_text()[:8]
     assert done.findings == [
-        f"h01,twin: several node ids are one machine: host name `h01`, boot id {boot_id}\n"
-        "hint: draw one of them, or correct `ssh` in the hosts map; to use parts of one machine as nodes, give each a "
-        "`gpus` list of its own (troubleshooting: same-machine)"
+        (
+            f"h01,twin: several node ids are one machine: host name `h01`, boot id {boot_id}\n"
+            "hint: draw one of them, or correct `ssh` in the hosts map; to use parts of one machine as nodes, give "
+            "each a "
+            "`gpus` list of its own (troubleshooting: same-machine)"
+        )
     ]
     assert (done.returncode, done.verdict) == (3, "h[00-01],twin: a job would not run")
 
@@ -81,17 +85,28 @@ def test_an_interface_that_is_missing_switched_off_or_another_is_refused(cluster
     }
     done = check(cluster4, map_with_fake_torch(cluster4, nodes=nodes))
     assert done.findings == [
-        "h01: interface `eth0` does not exist: there are ens5, lo\n"
-        "hint: correct `--interface`, or `interface` in the hosts map; left out, the one with the node's address is "
-        "used (troubleshooting: interface-missing)",
-        "h02: interface `net1` is switched off\n"
-        "hint: switch it on, `ip link set net1 up` as root, or use another `address` (troubleshooting: interface-down)",
-        "h03: interface `net1` does not hold the node's address: 10.99.0.5 instead of 10.77.1.13\n"
-        "hint: leave `interface` out to use the one that does, or set the node's `address` to one of this interface "
-        "(troubleshooting: interface-address)",
-        "h02: cannot be reached by any other node: Network is unreachable\n"
-        "hint: see `ip route get ADDRESS` on the node that tried, firewalls that reject, and the other's `address` "
-        "(troubleshooting: pair-unreachable)",
+        (
+            "h01: interface `eth0` does not exist: there are ens5, lo\n"
+            "hint: correct `--interface`, or `interface` in the hosts map; left out, the one with the node's "
+            "address is "
+            "used (troubleshooting: interface-missing)"
+        ),
+        (
+            "h02: interface `net1` is switched off\n"
+            "hint: switch it on, `ip link set net1 up` as root, or use another `address` (troubleshooting: "
+            "interface-down)"
+        ),
+        (
+            "h03: interface `net1` does not hold the node's address: 10.99.0.5 instead of 10.77.1.13\n"
+            "hint: leave `interface` out to use the one that does, or set the node's `address` to one of this "
+            "interface "
+            "(troubleshooting: interface-address)"
+        ),
+        (
+            "h02: cannot be reached by any other node: Network is unreachable\n"
+            "hint: see `ip route get ADDRESS` on the node that tried, firewalls that reject, and the other's `address` "
+            "(troubleshooting: pair-unreachable)"
+        ),
     ]
     assert (done.returncode, done.verdict) == (3, "h[00-03]: a job would not run")
 
@@ -103,11 +118,14 @@ def test_the_interface_that_was_asked_for_is_checked_on_every_node(cluster2: Clu
     hosts = map_with_fake_torch(cluster2)
     wrong = check(cluster2, hosts, ["--interface", "net1"])
     assert wrong.findings == [
-        "h[00-01]: interface `net1` does not hold the node's address:\n"
-        "  h00: 10.88.0.10 instead of 10.77.1.10\n"
-        "  h01: 10.88.0.11 instead of 10.77.1.11\n"
-        "hint: leave `interface` out to use the one that does, or set the node's `address` to one of this interface "
-        "(troubleshooting: interface-address)"
+        (
+            "h[00-01]: interface `net1` does not hold the node's address:\n"
+            "  h00: 10.88.0.10 instead of 10.77.1.10\n"
+            "  h01: 10.88.0.11 instead of 10.77.1.11\n"
+            "hint: leave `interface` out to use the one that does, or set the node's `address` to one of this "
+            "interface "
+            "(troubleshooting: interface-address)"
+        )
     ]
     assert wrong.returncode == 3
     right = check(cluster2, hosts, ["--interface", "eth0"])
@@ -135,9 +153,7 @@ def test_an_address_may_be_a_second_one_a_bridges_or_a_translated_one(cluster4: 
     bridge.ip("link add br1 type bridge", f"addr del {bridge.address}/16 dev eth0", "link set eth0 master br1")
     bridge.ip(f"addr add {bridge.address}/16 dev br1", "link set br1 up")
     _translate(cluster4, "10.77.200.5", translated)
-    hosts = map_with_fake_torch(
-        cluster4, nodes={"h01": {"address": "10.77.9.11"}, "h03": {"address": "10.77.200.5"}}
-    )
+    hosts = map_with_fake_torch(cluster4, nodes={"h01": {"address": "10.77.9.11"}, "h03": {"address": "10.77.200.5"}})
     script = write_script(cluster4, TELL)
     done = run(cluster4.login, hosts, ["-e", f"OUT={script.parent}"], script)
     assert done.returncode == 0, done.stderr
@@ -164,9 +180,7 @@ def test_nodes_that_have_only_ipv6_pass(cluster4: Cluster) -> None:
 
 def _map_of_three(cluster: Cluster, wrong: str) -> Path:
     """Three nodes, of which one has the address of h03, which is not in the map."""
-    return map_with_fake_torch(
-        cluster, hosts=cluster.hosts[:3], nodes={wrong: {"address": cluster.hosts[3].address}}
-    )
+    return map_with_fake_torch(cluster, hosts=cluster.hosts[:3], nodes={wrong: {"address": cluster.hosts[3].address}})
 
 
 def test_a_head_whose_address_is_another_hosts_is_refused(cluster4: Cluster) -> None:
@@ -174,20 +188,26 @@ def test_a_head_whose_address_is_another_hosts_is_refused(cluster4: Cluster) -> 
     silent = check(cluster4, _map_of_three(cluster4, "h00"))
     address = cluster4.hosts[3].address
     assert silent.findings[:2] == [
-        f"h[00-02]: {address} port 29500 (h00) refuses the connection, though h00 listens there\n"
-        "hint: a firewall rejects it, or h00's `address` is that of another machine: correct the one or other "
-        "(troubleshooting: rendezvous-refused)",
-        "h00: cannot be reached by any other node: connection refused\n"
-        "hint: a firewall rejects it, or the `address` of the node that was tried is that of another machine "
-        "(troubleshooting: pair-refused)",
+        (
+            f"h[00-02]: {address} port 29500 (h00) refuses the connection, though h00 listens there\n"
+            "hint: a firewall rejects it, or h00's `address` is that of another machine: correct the one or other "
+            "(troubleshooting: rendezvous-refused)"
+        ),
+        (
+            "h00: cannot be reached by any other node: connection refused\n"
+            "hint: a firewall rejects it, or the `address` of the node that was tried is that of another machine "
+            "(troubleshooting: pair-refused)"
+        ),
     ]
-    assert silent.findings[2].startswith(f"warning: h00: no interface holds the node's address; the ranks use `eth0`: {address}")
+    assert silent.findings[2].startswith(
+        f"warning: h00: no interface holds the node's address; the ranks use `eth0`: {address}"
+    )
     assert (silent.returncode, len(silent.findings)) == (3, 3)
     hold_port(cluster4.hosts[3], 29500)
     other = check(cluster4, _map_of_three(cluster4, "h00"))
     assert other.findings[0] == (
         f"h[00-02]: something else than h00 answers on {address} port 29500 (h00): "
-        "it took the connection and said nothing\n"
+        "it said b'hello'\n"
         "hint: h00's `address` leads to another machine or to a proxy: correct it in the hosts map "
         "(troubleshooting: rendezvous-other)"
     )
@@ -215,7 +235,9 @@ def test_a_real_job_runs_on_interfaces_of_different_names_and_on_the_next_free_p
     assert done.returncode == 0, done.stderr
     assert done.log(0, 0) == b"sum 3.0 eth0 =eth0 29501\n"
     assert done.log(1, 1) == b"sum 3.0 ens5 =ens5 29501\n"
-    assert done.stderr.count(f"port 29500 on h00 is in use by pid {pid}, user root, `python3 -c ") == 1
+    assert (
+        done.stderr.count(f"port 29500 on h00 is in use by pid {pid}, user root, `python3 /tmp/hold.py 29500 1`") == 1
+    )
     assert "so port 29501 is used instead" in done.stderr
     plan = json.loads((done.run_dir / "plan.json").read_text())
     assert plan["master_port"] == 29501

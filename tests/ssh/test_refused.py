@@ -135,7 +135,7 @@ def test_one_faulty_node_keeps_the_others_from_starting(cluster2: Cluster, fault
     break_it, keys, reason, hint = FAULTS[fault]
     host = cluster2.hosts[1]
     break_it(cluster2, host)
-    done = _refused(cluster2, map_with_fake_torch(cluster2, nodes={host.name: keys}))
+    done = _refused(cluster2, map_with_fake_torch(cluster2, nodes={host.name: keys}), ("--no-preflight",))
     head, problem = _blocks(done.stderr)
     assert head == ["gpulayer: error: 1 of 2 nodes cannot take part, so nothing was started"]
     assert problem[0].startswith("h01: ")
@@ -148,7 +148,7 @@ def test_a_rendezvous_port_that_is_taken_is_found_before_the_start(cluster2: Clu
     """The head, and the head alone, needs the port: named, with the option that chooses another; then it runs."""
     _take_port(cluster2, cluster2.hosts[0])
     hosts = map_with_fake_torch(cluster2)
-    head, problem = _blocks(_refused(cluster2, hosts).stderr)
+    head, problem = _blocks(_refused(cluster2, hosts, ("--no-preflight",)).stderr)
     assert head == ["gpulayer: error: 1 of 2 nodes cannot take part, so nothing was started"]
     assert problem == ["h00: port 29500 is in use", "hint: choose another with --master-port"]
     out = cluster2.new_folder("out")
@@ -169,11 +169,12 @@ def test_one_of_eight_that_drops_packets_stops_all_after_one_timeout(cluster8: C
     assert problem[0].startswith("h05: ")
     assert "3 s" in problem[0]
     assert problem[1].startswith("hint: ")
-    assert len(done.named("node_prepared")) == 7
+    assert len(done.named("node_checked")) == 7
 
 
-def test_all_failures_are_reported_together_and_folded(cluster8: Cluster) -> None:
-    """Eight nodes with six reasons: each reason once, with the nodes it is true of, in node order."""
+@pytest.mark.parametrize("preflight", [True, False])
+def test_all_failures_are_reported_together_and_folded(cluster8: Cluster, preflight: bool) -> None:
+    """Eight nodes with five reasons: each reason once, with its nodes, in node order; what checks find comes last."""
     hosts = cluster8.hosts
     faults = {"unknown host key": 1, "permission denied": 3, "sshd stopped": 5}
     nodes: dict[str, NodeKeys] = {}
@@ -184,11 +185,13 @@ def test_all_failures_are_reported_together_and_folded(cluster8: Cluster) -> Non
     for index in (2, 6, 7):
         nodes[hosts[index].name] = {"workdir": "/nowhere/at all"}
     nodes["h04"] = {"python": "/opt/none/bin/python"}
-    done = _refused(cluster8, map_with_fake_torch(cluster8, nodes=nodes))
+    done = _refused(cluster8, map_with_fake_torch(cluster8, nodes=nodes), () if preflight else ("--no-preflight",))
     head, *problems = _blocks(done.stderr)
-    assert head == ["gpulayer: error: 7 of 8 nodes cannot take part, so nothing was started"]
+    count = 4 if preflight else 7
+    assert head == [f"gpulayer: error: {count} of 8 nodes cannot take part, so nothing was started"]
     names = [problem[0].partition(": ")[0] for problem in problems]
-    assert names == ["h01", "h[02,06-07]", "h03", "h04", "h05"]
+    alone = ["h01", "h03", "h04", "h05"]
+    assert names == ([*alone, "h[02,06-07]"] if preflight else [alone[0], "h[02,06-07]", *alone[1:]])
     assert all(problem[-1].startswith("hint: ") for problem in problems)
 
 
@@ -198,7 +201,7 @@ def test_an_ordinary_user_is_refused_in_the_same_words(cluster2: Cluster) -> Non
     cluster2.hosts[0].run(["mkdir", "-m", "700", "/run/closed"])
     known = cluster2.walker.home / ".ssh/known_hosts"
     known.write_text(known.read_text().splitlines(keepends=True)[0])
-    problems = _blocks(_refused(cluster2, hosts, as_walker=True).stderr)[1:]
+    problems = _blocks(_refused(cluster2, hosts, ("--no-preflight",), as_walker=True).stderr)[1:]
     assert problems[0][0] == "h00: workdir /run/closed cannot be entered: Permission denied"
     assert problems[1][0].startswith("h01: the host key of h01 port 22 is not in known_hosts")
 
@@ -221,7 +224,7 @@ def test_ctrl_c_while_connecting_ends_at_once(cluster2: Cluster) -> None:
     cluster2.hosts[1].drop_syn()
     script = write_script(cluster2, TOUCH)
     with launch(cluster2.login, map_with_fake_torch(cluster2), [], script) as live:
-        live.wait_for_event("node_prepared", node_rank=0)
+        live.wait_for_event("node_connected", node_rank=0)
         start = time.monotonic()
         live.interrupt()
         done = live.finish(20)

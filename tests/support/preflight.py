@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,30 @@ if TYPE_CHECKING:
 
 TOUCH = "import os; open(os.path.join(os.environ['OUT'], os.environ['RANK']), 'w').close()"
 REFUSED = 3
+WAITING = re.compile(r"gpulayer: (connecting|checking), \d+ of \d+ done, waiting for .*")  # where it takes long
+HOLDER = "/tmp/hold.py"
+HOLD = """
+import pathlib, socket, sys
+first, count = map(int, sys.argv[1:])
+held = [socket.create_server(("", port)) for port in range(first, first + count)]
+pathlib.Path(f"/tmp/holds{first}").touch()
+while True:
+    guest, _ = held[0].accept()
+    guest.sendall(b"hello")
+    guest.close()
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A `gpulayer check` that is over. `findings` are its blocks, `verdict` its last line."""
+    """A `gpulayer check` that is over.
+
+    `progress` is what it said meanwhile, `findings` are its blocks, `verdict` is its last line.
+    """
 
     returncode: int
     stdout: str
-    stderr: str
+    progress: list[str]
     took_s: float
 
     @property
@@ -64,11 +80,14 @@ def check(
     done = (login or cluster.login).run(argv)
     took_s = time.monotonic() - start
     assert_nothing_started(cluster)
-    assert done.stderr == "", done.stderr
-    return Checked(done.returncode, done.stdout, done.stderr, took_s)
+    progress = done.stderr.splitlines()
+    assert [line for line in progress if not WAITING.fullmatch(line)] == []
+    return Checked(done.returncode, done.stdout, progress, took_s)
 
 
-def refused(cluster: Cluster, hosts_file: Path, options: Sequence[str] = (), *, login: LoginNode | None = None) -> Finished:
+def refused(
+    cluster: Cluster, hosts_file: Path, options: Sequence[str] = (), *, login: LoginNode | None = None
+) -> Finished:
     """Run a job, see that preflight refuses it, and that nothing of it was or is anywhere."""
     out = cluster.new_folder("out")
     script = write_script(cluster, TOUCH)
@@ -92,15 +111,9 @@ def assert_nothing_started(cluster: Cluster) -> None:
 
 
 def hold_port(host: Host, port: int, *, user: str = "root", count: int = 1) -> int:
-    """Have another process of a user listen on these ports; return its pid on the host."""
-    program = (
-        "import pathlib, socket, sys, time\n"
-        "first, count = map(int, sys.argv[1:])\n"
-        "held = [socket.create_server(('', port)) for port in range(first, first + count)]\n"
-        f"pathlib.Path(f'/tmp/holds{{first}}').touch()\n"
-        "time.sleep(1000)\n"
-    )
-    host.start(["python3", "-c", program, str(port), str(count)], user=user)
+    """Have another process of a user listen on these ports, and greet who comes; return its pid on the host."""
+    host.path(HOLDER).write_text(HOLD)
+    host.start(["python3", HOLDER, str(port), str(count)], user=user)
     wait_until(host.path(f"/tmp/holds{port}").exists, f"port {port} is held")
     host.path(f"/tmp/holds{port}").unlink()
     return pid_of(host, str(port), str(count))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gpulayer import probe
+from gpulayer.bootstrap import STAGE_ONE, probe_input
 from gpulayer.facts import (
     FactsRequest,
     NodeFacts,
@@ -27,23 +25,6 @@ from gpulayer.facts import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-_STAGE_ONE = 'import os;f=os.fdopen(0,"rb",0);exec(f.readline())'
-_STAGE_TWO = """
-import os, zlib
-data = b""
-while len(data) < {size}:
-    data += os.read(0, {size} - len(data))
-scope = {{"__name__": "gpulayer_probe"}}
-exec(compile(zlib.decompress(data), "gpulayer_probe", "exec"), scope)
-scope["main"]("n1")
-"""
-
-
-@functools.cache
-def _boot_input() -> bytes:
-    source = zlib.compress(Path(probe.__file__).read_bytes(), 9)
-    return b"exec(" + repr(_STAGE_TWO.format(size=len(source))).encode() + b")\n" + source
 
 
 def request(workdir: Path, **fields: object) -> FactsRequest:
@@ -73,14 +54,14 @@ class ProbeProcess:
         prefix: Sequence[str] = (),
     ) -> None:
         self.process = subprocess.Popen(
-            [*prefix, *python, "-c", _STAGE_ONE],
+            [*prefix, *python, "-c", STAGE_ONE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd="/",
             env={"PATH": os.environ["PATH"], **(env or {})},
         )
-        self._send(_boot_input())
+        self._send(probe_input("n1"))
         self.greeting = self._receive()
 
     def _send(self, data: bytes) -> None:

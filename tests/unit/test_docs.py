@@ -311,6 +311,9 @@ def test_the_glossary_is_in_order() -> None:
     assert words == sorted(set(words))
 
 
+EARLY = {"reserved", "helper_output", "helper_end", "prepared", "drained"}  # read before there are events
+
+
 def test_the_frames_on_the_wire_are_frames_of_today() -> None:
     """Each whole frame in docs/how-it-works.md is one that the launcher reads, or one that the supervisor obeys."""
     page = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
@@ -319,7 +322,7 @@ def test_the_frames_on_the_wire_are_frames_of_today() -> None:
     for arrow, text in re.findall(r"^(?:h0\d )?(<<|>>) (\{.*\})$", page, re.MULTILINE):
         header = json.loads(text)
         seen.add(header["type"])
-        if arrow == ">>" or header["type"] in {"prepared", "drained"}:
+        if arrow == ">>" or header["type"] in EARLY:
             assert f'"{header["type"]}"' in source
         elif header["type"] == "hello":
             assert parse_hello(header).hostname == "h00"

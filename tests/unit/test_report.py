@@ -116,6 +116,16 @@ def test_the_error_file_of_torchrun_comes_first() -> None:
     assert lines[2:5] == ["  its error file says:", "    Traceback:", "      ValueError: no"]
 
 
+def test_a_port_that_was_taken_at_the_last_moment() -> None:
+    """torchrun's own words for it are followed by gpulayer's; a script's are not, nor those about another port."""
+    words = b"DistNetworkError: failed to listen. port: %d, useIpv6: false, code: -98, name: EADDRINUSE\n"
+    status, hint = ExitStatus(code=1), "  hint: another process took port 29500 on gpu-01 after it was found free: "
+    lines = _report(_ledger(CommandExited(0, status, Tail(stderr=words % 29500))))
+    assert lines[4] == hint + "start the job again, or name another port with `--master-port`"
+    others = (CommandExited(0, status, Tail(stderr=words % 8265)), RankExited(0, 0, status, Tail(stderr=words % 29500)))
+    assert [line for other in others for line in _report(_ledger(other)) if "hint: another" in line] == []
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"message": "text"}', b'{"message": {"extraInfo": {}}}', b"[" * 100_000, b"\xff"]
 )
