@@ -31,6 +31,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: TEST_PROGRAMS += pdsh:pdsh
 bench: packages $(VENV)/.test
 	$(BIN)/python benchmarks/run.py
 

@@ -63,7 +63,7 @@ def cluster_of(size: int) -> Iterator[Cluster]:
         yield cluster
 
 
-def gpulayer(cluster: Cluster, command: str, run_dir: Path) -> list[str]:
+def gpulayer(cluster: Cluster, command: str, run_dir: Path, *options: str) -> list[str]:
     """The command line of a job whose every node runs a shell command in torchrun's place, as pdsh and clush do.
 
     What stands for Python on the nodes runs it when asked for torchrun, and is Python when asked for a supervisor.
@@ -73,7 +73,8 @@ def gpulayer(cluster: Cluster, command: str, run_dir: Path) -> list[str]:
     python.chmod(0o755)
     hosts = cluster.hosts_toml(defaults={"gpus": 1, "python": str(python)})
     command_line = [sys.executable, "-m", "gpulayer", "run", "-H", str(hosts), "--run-dir", str(run_dir)]
-    return [*command_line, "--grace", "5", "script.py"]
+    (cluster.shared / "script.py").touch()
+    return [*command_line, "--grace", "5", *options, "script.py"]
 
 
 def failing(cluster: Cluster, run_dir: Path) -> list[str]:
@@ -111,23 +112,31 @@ def bench_start(size: int) -> None:
     """From Enter to all started, against `true` under pdsh and clush."""
     print(f"\n## {size} hosts, a trivial command (median of {ROUNDS})\n")
     with cluster_of(size) as cluster:
-        walls: list[Cost] = []
-        started: list[float] = []
-        for number in range(ROUNDS):
-            run_dir = cluster.base / f"start-{number}"
-            before_s = time.monotonic()
-            cost, code = measure(cluster, gpulayer(cluster, "true", run_dir), cluster.base / "out")
-            if code:
-                sys.exit((cluster.base / "out").read_text())
-            own_s = float(json.loads((run_dir / "receipt.json").read_text())["took_s"])
-            started.append(time.monotonic() - before_s - own_s + seconds(run_dir, "command_started"))
-            walls.append(cost)
-        ours = Cost(statistics.median(started), median(walls).cpu_s)
-        rows = {"gpulayer run, Enter to all started": ours, "gpulayer run, Enter to prompt": median(walls)}
+        bare = started(cluster, "--no-preflight")
+        rows = {
+            "gpulayer run --no-preflight, Enter to all started": bare,
+            "gpulayer run, with the checks, Enter to all started": started(cluster),
+        }
         for name, argv in peers(cluster, "true").items():
             env = {"PDSH_SSH_ARGS_APPEND": SSH_OPTIONS}
             rows[f"{name} true"] = median([measure(cluster, argv, cluster.base / "out", env)[0] for _ in range(ROUNDS)])
-        table(rows, ours)
+        table(rows, bare)
+
+
+def started(cluster: Cluster, *options: str) -> Cost:
+    """From Enter until `true` runs on all hosts; the CPU is that of the whole run."""
+    walls: list[float] = []
+    cpus: list[float] = []
+    for number in range(ROUNDS):
+        run_dir = cluster.base / f"start{'-'.join(options)}-{number}"
+        before_s = time.monotonic()
+        cost, code = measure(cluster, gpulayer(cluster, "true", run_dir, *options), cluster.base / "out")
+        if code:
+            sys.exit((cluster.base / "out").read_text())
+        own_s = float(json.loads((run_dir / "receipt.json").read_text())["took_s"])
+        walls.append(time.monotonic() - before_s - own_s + seconds(run_dir, "command_started"))
+        cpus.append(cost.cpu_s)
+    return Cost(statistics.median(walls), statistics.median(cpus))
 
 
 def bench_logs() -> None:
