@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -139,6 +140,19 @@ def test_a_python_that_cannot_run_the_checks_is_told_in_its_own_words(cluster2: 
     python = str(write_program(cluster2.new_folder("bin") / "python3", text))
     done = refused(cluster2, map_with_fake_torch(cluster2, nodes={"h01": {"python": python}}))
     assert f"h01: `{python}` could not run the checks: no licence left\nhint: try it there; " in done.stderr
+
+
+def test_a_node_that_cannot_be_reached_is_data_too(cluster2: Cluster) -> None:
+    """`check --format json` says who cannot take part, and what was found on the others; exit code 3."""
+    cluster2.hosts[1].stop_sshd()
+    hosts = map_with_fake_torch(cluster2)
+    done = cluster2.login.run([*GPULAYER, "check", "--hosts", str(hosts), "--format", "json"])
+    assert (done.returncode, done.stderr) == (3, "")
+    told = json.loads(done.stdout)
+    assert (told["ok"], told["findings"], told["nodes"]) == (False, [], ["h00", "h01"])
+    assert [one["node_id"] for one in told["refused"]] == ["h01"]
+    assert "refuses connections" in told["refused"][0]["text"]
+    assert list(told["rendezvous_rtt_ms"]) == ["h00"]
 
 
 def test_four_nodes_are_checked_in_about_a_second(cluster4: Cluster) -> None:
