@@ -88,11 +88,6 @@ class SshChannel:
         self._channel = channel
         self._session = session
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Written bytes that wait for the other side to take more."""
-        return self._channel.get_write_buffer_size()
-
     def write(self, data: bytes) -> None:
         """Send to the command's stdin. Never blocks; what is written after the end is dropped."""
         if not self._channel.is_closing():

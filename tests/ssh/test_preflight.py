@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.ssh
 
-GENEROUS = 3  # all hosts share the two cores of the test machine, which other work may slow down
-
 
 def _slow_python(cluster: Cluster) -> str:
     """A Python that runs the supervisor, which is started isolated, and then hangs: as on a broken file system."""
@@ -155,15 +153,15 @@ def test_a_node_that_cannot_be_reached_is_data_too(cluster2: Cluster) -> None:
     assert list(told["rendezvous_rtt_ms"]) == ["h00"]
 
 
-def test_four_nodes_are_checked_in_about_a_second(cluster4: Cluster) -> None:
+def test_four_nodes_are_checked_within_a_second(cluster4: Cluster) -> None:
     """From the last login to the start, on the clock of the events; docs/performance.md has what was measured."""
-    assert _checking_took_s(cluster4) < GENEROUS * 1.0
+    assert _checking_took_s(cluster4) < 1.0
 
 
 @pytest.mark.timeout(180)
-def test_sixty_four_nodes_are_checked_in_about_four_seconds(make_cluster: ClusterFactory) -> None:
+def test_sixty_four_nodes_are_checked_within_four_seconds(make_cluster: ClusterFactory) -> None:
     """Every node tries six others and the head; all are found to be well."""
-    assert _checking_took_s(make_cluster(64)) < GENEROUS * 4.0
+    assert _checking_took_s(make_cluster(64)) < 4.0
 
 
 def _checking_took_s(cluster: Cluster) -> float:

@@ -132,8 +132,8 @@ def main(argv: list[str]) -> int:
             workers.append(start(flags, attempt, local_rank))  # noqa: PERF401 - those started must be known at any time
         return watch(workers)
     except Stopped as stopped:
+        print(f"torchrun: got signal: {stopped.number}", file=sys.stderr, flush=True)  # first, as the real one does
         close(workers, stopped.number, float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
-        print(f"torchrun: got signal: {stopped.number}", file=sys.stderr)
         return 1
 
 
