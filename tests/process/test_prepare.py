@@ -86,6 +86,7 @@ def test_the_environment_is_the_nodes_own_cleaned_and_marked(tmp_path: Path, scr
         ({}, {}, None, ["lo", "=lo"]),
         ({"GLOO_SOCKET_IFNAME": "mine"}, {}, None, ["mine", "=lo"]),
         ({"GLOO_SOCKET_IFNAME": "mine"}, {"NCCL_SOCKET_IFNAME": "^x"}, None, ["mine", "^x"]),
+        ({"GLOO_SOCKET_IFNAME": "mine"}, {"GLOO_SOCKET_IFNAME": "lo"}, "lo", ["lo", "=lo"]),
         ({}, {"GLOO_SOCKET_IFNAME": ""}, "lo", ["", "=lo"]),
     ],
 )
