@@ -9,10 +9,20 @@ import importlib.resources
 import zlib
 from functools import cache
 
-from gpulayer import probe, supervisor
+from gpulayer import frames, probe
 
 # What is sent, the one with `main` last.
-SUPERVISOR = ("supervisor",)
+SUPERVISOR = (
+    "frames",
+    "processes",
+    "ending",
+    "programs",
+    "guard",
+    "streams",
+    "network",
+    "ranks",
+    "supervisor",
+)
 PROBE = ("probe_host", "probe_gpu", "probe")
 
 STAGE_ONE = 'import os;f=os.fdopen(0,"rb",0);exec(f.readline())'
@@ -63,7 +73,7 @@ def _compressed(modules: tuple[str, ...]) -> bytes:
 
 def bootstrap_input(nonce: str) -> bytes:
     """Return what goes down a supervisor's stdin first: a line that any Python reads, then the compressed source."""
-    return _input(SUPERVISOR, supervisor.HELLO + nonce.encode() + b"\n", nonce)
+    return _input(SUPERVISOR, frames.HELLO + nonce.encode() + b"\n", nonce)
 
 
 def probe_input(nonce: str) -> bytes:
@@ -76,7 +86,7 @@ def _input(modules: tuple[str, ...], greeting: bytes, nonce: str) -> bytes:
     source = _compressed(modules)
     stage = STAGE_TWO.format(
         greeting=greeting,
-        minimum=supervisor.MIN_PYTHON,
+        minimum=frames.MIN_PYTHON,
         size=len(source),
         modules=[(f"gpulayer.{module}", len(_source(module))) for module in modules],
         nonce=nonce,

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from gpulayer import supervisor
+from gpulayer import ending
 from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import HandshakeError, NodeError, RefusedError
 from gpulayer.events import Event, NodeLost, Notice, Output, Stage, StageReached
@@ -34,7 +34,7 @@ HANDSHAKE_LIMIT_S = 30.0
 DISMISS_LIMIT_S = 3.0
 DRAIN_LIMIT_S = 60.0
 VERIFY_MARGIN_S = 5.0
-SWEEP_LIMIT_S = supervisor.KILL_LIMIT_S + 5.0
+SWEEP_LIMIT_S = ending.KILL_LIMIT_S + 5.0
 VERIFY_PAUSE_S = 1.0
 
 

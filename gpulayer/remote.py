@@ -8,7 +8,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from gpulayer import probe, supervisor
+from gpulayer import frames, probe
 from gpulayer.bootstrap import bootstrap_command, bootstrap_input, probe_argv, probe_input
 from gpulayer.errors import HandshakeError, NodeError, PrepareError, PythonMissingError, PythonTooOldError
 from gpulayer.events import (
@@ -67,7 +67,7 @@ class RemoteNode:
         self._nonce = secrets.token_hex(16)
         self._noise = bytearray()
         self._stderr = bytearray()
-        self._reader: supervisor.FrameReader | None = None
+        self._reader: frames.FrameReader | None = None
         self._answer: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
         self._started = self._left = False
         self._probe: ProbeLines | None = None
@@ -203,7 +203,7 @@ class RemoteNode:
         try:
             for header, payload in self._reader.feed(data):
                 self._take(header, payload)
-        except supervisor.ProtocolError as error:
+        except frames.ProtocolError as error:
             if self._started:
                 self.lose(f"the supervisor broke the protocol: {error}", supervisor_died=True)
             else:
@@ -260,13 +260,13 @@ class RemoteNode:
 
     def _after_greeting(self, data: bytes) -> bytes:
         """Skip what a login shell printed, up to the greeting; nothing is kept of it but its end."""
-        greeting = supervisor.HELLO + self._nonce.encode() + b"\n"
+        greeting = frames.HELLO + self._nonce.encode() + b"\n"
         self._noise += data
         at = self._noise.find(greeting)
         if at < 0:
             del self._noise[:-NOISE_BYTES]
             return b""
-        self._reader = supervisor.FrameReader(supervisor.MAX_EVENT_BYTES)
+        self._reader = frames.FrameReader(frames.MAX_EVENT_BYTES)
         return bytes(self._noise[at + len(greeting) :])
 
     def _explain(self, exit_status: int | None, exit_signal: str | None, reason: str | None) -> NodeError:
@@ -301,7 +301,7 @@ class RemoteNode:
 
     def _send(self, header: Header, payload: bytes = b"") -> None:
         if self._channel and not self.over:
-            self._channel.write(supervisor.encode_frame(header, payload))
+            self._channel.write(frames.encode_frame(header, payload))
 
 
 class ProbeLines:
@@ -325,7 +325,7 @@ class ProbeLines:
             self.lines.put_nowait(bytes(self._buffer[:end]))
             del self._buffer[: end + 1]
         if len(self._buffer) > probe.MAX_LINE_BYTES:
-            raise supervisor.ProtocolError("a line of its probe has no end")
+            raise frames.ProtocolError("a line of its probe has no end")
 
     def end(self) -> None:
         """Nothing will come any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gpulayer import supervisor
+from gpulayer import frames
 from gpulayer.errors import HandshakeError, PythonTooOldError
 from gpulayer.events import (
     CommandExited,
@@ -39,13 +39,13 @@ class Hello:
 def parse_hello(header: Header) -> Hello:
     """Read the first frame of a node. Raises PythonTooOldError, or HandshakeError for anything but a hello."""
     if header["type"] == "too_old":
-        wanted = ".".join(map(str, supervisor.MIN_PYTHON))
+        wanted = ".".join(map(str, frames.MIN_PYTHON))
         raise PythonTooOldError(
             f"its Python is {header.get('python')}, and {wanted} or newer is needed",
             hint="set `python` for the node in the hosts map to a newer interpreter",
         )
-    if header["type"] != "hello" or header.get("version") != supervisor.VERSION:
-        raise HandshakeError(f"the supervisor answered {header!r:.200}, not hello in version {supervisor.VERSION}")
+    if header["type"] != "hello" or header.get("version") != frames.VERSION:
+        raise HandshakeError(f"the supervisor answered {header!r:.200}, not hello in version {frames.VERSION}")
     try:
         return Hello(
             _text(header["python"]), _text(header["hostname"]), _text(header["kernel"]), _number(header["pid"])
@@ -63,7 +63,7 @@ def parse_event(header: Header, payload: bytes, node_rank: int, ranks: tuple[int
     try:
         return None if header["type"] == "pong" else _event(header, payload, node_rank, ranks)
     except (LookupError, TypeError, ValueError) as error:
-        raise supervisor.ProtocolError(f"a {header['type']!r:.80} frame makes no sense: {error!r:.200}") from error
+        raise frames.ProtocolError(f"a {header['type']!r:.80} frame makes no sense: {error!r:.200}") from error
 
 
 def _event(header: Header, payload: bytes, node_rank: int, ranks: tuple[int, ...]) -> Event:
@@ -86,7 +86,7 @@ def _event(header: Header, payload: bytes, node_rank: int, ranks: tuple[int, ...
         case "error":
             return NodeLost(node_rank, _text(header["message"]))
         case kind:
-            raise supervisor.ProtocolError(f"frame {kind!r:.80} has no place here")
+            raise frames.ProtocolError(f"frame {kind!r:.80} has no place here")
 
 
 def _number(value: object) -> int:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpulayer import supervisor
+from gpulayer import processes
 from tests.process.programs import POLITE, STUBBORN
 from tests.process.test_ending import bystanders  # noqa: F401 - a fixture: what must live through all of it
 from tests.support.local_node import LocalNode, fake_torchrun, free_port, is_alive, pid_in, wait_gone
@@ -160,6 +160,6 @@ def test_the_guard_holds_nothing_of_the_supervisor(node: LocalNode, script: Scri
 def test_processes_are_known_by_a_name_of_their_own(node: LocalNode, script: ScriptWriter) -> None:
     """`ps` shows the supervisor and its guard by a name with the start of the marker in it, the command by its own."""
     pids = _polite(node, script)
-    found = [supervisor.read_process(pid) for pid in pids]
+    found = [processes.read_process(pid) for pid in pids]
     name = b"gpul-" + node.marker[:10].encode()
     assert [one.name == name for one in found if one] == [True, True, False, False]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpulayer.supervisor import FALLOC_PUNCH_HOLE, KEEP_BYTES, PUNCH_BYTES, libc
+from gpulayer.processes import libc
+from gpulayer.streams import FALLOC_PUNCH_HOLE, KEEP_BYTES, PUNCH_BYTES
 from tests.process.programs import POLITE
 from tests.support.local_node import LocalNode, fake_torchrun, wait_gone
 from tests.support.waiting import wait_until

@@ -13,8 +13,8 @@ import pytest
 from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import HandshakeError, NodeError
 from gpulayer.events import CommandStarted, Event, NodeLost
+from gpulayer.frames import MAX_EVENT_BYTES, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from gpulayer.remote import RemoteNode
-from gpulayer.supervisor import MAX_EVENT_BYTES, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from tests.process.programs import POLITE
 from tests.support.local_node import LocalNode, fake_torchrun, is_alive
 from tests.support.pipes import PipeConnector, pipe_plan

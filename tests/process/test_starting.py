@@ -13,8 +13,8 @@ import pytest
 
 from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import HandshakeError, NodeError, PythonMissingError, PythonTooOldError
+from gpulayer.frames import VERSION
 from gpulayer.remote import RemoteNode
-from gpulayer.supervisor import VERSION
 from tests.process.programs import STUBBORN
 from tests.support.local_node import LocalNode, fake_torchrun, is_alive, pid_in
 from tests.support.pipes import PipeConnector, pipe_plan

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 import pytest
 
-from gpulayer import supervisor
+from gpulayer import frames, guard, processes
 from gpulayer.bootstrap import bootstrap_command, bootstrap_input
 from tests.support.waiting import wait_until
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FAKE_TORCH = Path(__file__).parent / "fake_torch"
 NONCE = "0123456789abcdef"
-GREETING = supervisor.HELLO + NONCE.encode() + b"\n"
+GREETING = frames.HELLO + NONCE.encode() + b"\n"
 WAIT_S = 20
 
 
@@ -64,7 +64,7 @@ class LocalNode:
         self.output: dict[tuple[int | None, str], bytearray] = {}
         self.noise = b""
         self.answers_drained = True
-        self._reader: supervisor.FrameReader | None = None
+        self._reader: frames.FrameReader | None = None
         self._stderr = (folder / f"stderr-{self.marker[:8]}").open("w+b")
         self.process = subprocess.Popen(
             ["/bin/sh", "-c", prelude + bootstrap_command(python)],
@@ -86,7 +86,7 @@ class LocalNode:
         """Nothing of it is left, whatever the test did."""
         self.end_of_file()
         for process in self.processes():
-            supervisor.signal_process(process, signal.SIGKILL)
+            processes.signal_process(process, signal.SIGKILL)
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -99,19 +99,19 @@ class LocalNode:
         """What the shell and the supervisor wrote to stderr."""
         return Path(self._stderr.name).read_text(errors="replace")
 
-    def processes(self) -> list[supervisor.Process]:
+    def processes(self) -> list[processes.Process]:
         """The living processes of the job that can be told by its marker, the guard and the supervisor among them."""
-        return supervisor.job_processes(self.marker, set())
+        return processes.job_processes(self.marker, set())
 
     def of_job(self) -> list[int]:
         """The pids of the living processes that carry the marker."""
-        entry = supervisor.marker_entry(self.marker)
-        return [one.pid for one in self.processes() if entry in supervisor.environment_of(one.pid)]
+        entry = processes.marker_entry(self.marker)
+        return [one.pid for one in self.processes() if entry in processes.environment_of(one.pid)]
 
     @property
     def guard_pid(self) -> int:
         """The process between the supervisor and the command."""
-        guard = supervisor.read_process(self.wait_for("started")["pid"])
+        guard = processes.read_process(self.wait_for("started")["pid"])
         return guard.ppid if guard else 0
 
     # -- to the supervisor
@@ -124,7 +124,7 @@ class LocalNode:
 
     def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
         """Send a frame."""
-        self.write(supervisor.encode_frame({"type": kind, **fields}, payload))
+        self.write(frames.encode_frame({"type": kind, **fields}, payload))
 
     def prepare(self, argv: Sequence[str], **changes: object) -> Header:
         """Send the job, with these fields changed, and return the answer."""
@@ -223,7 +223,7 @@ class LocalNode:
             before, greeting, data = self.noise.partition(GREETING)
             if greeting:
                 self.noise = before
-                self._reader = supervisor.FrameReader(supervisor.MAX_EVENT_BYTES)
+                self._reader = frames.FrameReader(frames.MAX_EVENT_BYTES)
         for header, payload in self._reader.feed(data) if self._reader else ():
             self._take(header, payload)
         return bool(taken)
@@ -255,7 +255,7 @@ def free_port() -> int:
 
 def is_alive(pid: int) -> bool:
     """Tell whether a process is there and no zombie."""
-    process = supervisor.read_process(pid)
+    process = processes.read_process(pid)
     return process is not None and process.alive
 
 
@@ -286,7 +286,7 @@ class Subreaper:
         found = []
         for process in [one for one in self._children() if one.pid not in {old.pid for old in self._before}]:
             if process.alive:
-                found.append(f"{process.pid} {supervisor.describe(process)['command']}")
+                found.append(f"{process.pid} {processes.describe(process)['command']}")
             os.kill(process.pid, signal.SIGKILL)  # a child that nobody has waited for: the pid is its own
             os.waitpid(process.pid, 0)
         return found
@@ -297,9 +297,9 @@ class Subreaper:
         return any(one.alive and one.pid not in before for one in self._children())
 
     @staticmethod
-    def _children() -> list[supervisor.Process]:
-        return supervisor.children_of(os.getpid())
+    def _children() -> list[processes.Process]:
+        return processes.children_of(os.getpid())
 
     @staticmethod
     def _set(value: int) -> None:
-        ctypes.CDLL(None).prctl(supervisor.PR_SET_CHILD_SUBREAPER, value, 0, 0, 0)
+        ctypes.CDLL(None).prctl(guard.PR_SET_CHILD_SUBREAPER, value, 0, 0, 0)

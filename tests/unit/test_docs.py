@@ -16,6 +16,7 @@ import typer
 
 from docs.generate_reference import PAGES, REFERENCE
 from gpulayer import errors, events, outcome
+from gpulayer.bootstrap import SUPERVISOR
 from gpulayer.cli import EXIT_INTERRUPTED, UsageError, app
 from gpulayer.events import ExitStatus, Stage
 from gpulayer.hosts import load_hosts
@@ -206,7 +207,7 @@ def test_the_environment_that_gpulayer_sets_is_on_the_page() -> None:
     added = {name for node in plan.nodes for name in node.env}
     on_the_node = {"GPULAYER_MARKER", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     assert listed == added | on_the_node
-    source = (ROOT / "gpulayer/supervisor.py").read_text(encoding="utf-8")
+    source = "".join((ROOT / f"gpulayer/{module}.py").read_text(encoding="utf-8") for module in SUPERVISOR)
     assert all(name in source for name in on_the_node)
     refused = text.partition("### Names that cannot be set")[2].partition("\n### ")[0].partition("What the node")[0]
     for name in re.findall(r"`([A-Z_]+)`", refused):
@@ -317,7 +318,7 @@ EARLY = {"reserved", "helper_output", "helper_end", "prepared", "drained"}  # re
 def test_the_frames_on_the_wire_are_frames_of_today() -> None:
     """Each whole frame in docs/how-it-works.md is one that the launcher reads, or one that the supervisor obeys."""
     page = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
-    source = (ROOT / "gpulayer/supervisor.py").read_text(encoding="utf-8")
+    source = "".join((ROOT / f"gpulayer/{module}.py").read_text(encoding="utf-8") for module in SUPERVISOR)
     seen = set()
     for arrow, text in re.findall(r"^(?:h0\d )?(<<|>>) (\{.*\})$", page, re.MULTILINE):
         header = json.loads(text)

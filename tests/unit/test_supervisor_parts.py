@@ -13,22 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpulayer import supervisor
-from gpulayer.supervisor import (
-    Ending,
-    Process,
-    RankWatch,
-    RefusalError,
-    Stream,
-    choose_interface,
-    interface_addresses,
-    lock_port,
-    read_process,
-    remove_tree,
-    reserve_port,
-    select_job,
-    signal_process,
-)
+from gpulayer import ending, frames, network, processes, ranks, streams
+from gpulayer.bootstrap import SUPERVISOR
+from gpulayer.ending import Ending
+from gpulayer.network import RefusalError, choose_interface, interface_addresses, lock_port, reserve_port
+from gpulayer.processes import Process, read_process, select_job, signal_process
+from gpulayer.ranks import RankWatch
+from gpulayer.streams import Stream, remove_tree
 from tests.support.local_node import free_port
 from tests.support.waiting import wait_until
 
@@ -36,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpulayer.wire import Header
-
-SOURCE = Path(supervisor.__file__).read_text()
 
 
 def _process(pid: int, ppid: int, *, state: str = "S", threads: int = 1, name: str = "x", status: int = 0) -> Process:
@@ -84,11 +73,11 @@ def test_a_table_that_changed_while_it_was_read_is_no_trap() -> None:
 
 def test_init_is_never_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where pid 1 carries the marker, or the job's process is gone and its pid has come to 1."""
-    monkeypatch.setattr(supervisor, "process_table", lambda: {one.pid: one for one in TREE})
-    monkeypatch.setattr(supervisor, "environment_of", lambda pid: [b"GPULAYER_MARKER=m"] if pid in (1, 20) else [])
-    assert {process.pid for process in supervisor.job_processes("m", set())} == {20, 21}
-    assert {process.pid for process in supervisor.job_processes("m", {20})} == {21}
-    assert supervisor.job_processes("another", set()) == []
+    monkeypatch.setattr(processes, "process_table", lambda: {one.pid: one for one in TREE})
+    monkeypatch.setattr(processes, "environment_of", lambda pid: [b"GPULAYER_MARKER=m"] if pid in (1, 20) else [])
+    assert {process.pid for process in processes.job_processes("m", set())} == {20, 21}
+    assert {process.pid for process in processes.job_processes("m", {20})} == {21}
+    assert processes.job_processes("another", set()) == []
 
 
 @pytest.mark.parametrize("name", ["plain", "a b", "x) S 1 (y", "))((", ") Z 0 0"])
@@ -113,7 +102,7 @@ def test_a_recycled_pid_is_not_hit(
 ) -> None:
     """A signal meant for an earlier process of that pid is not sent, with and without pidfds."""
     if not pidfd:
-        monkeypatch.setattr(supervisor, "open_pidfd", lambda pid: -1)
+        monkeypatch.setattr(processes, "open_pidfd", lambda pid: -1)
     found = read_process(sleeper.pid)
     assert found
     real_start = found.start
@@ -133,7 +122,7 @@ def test_a_rank_is_read_as_zombie_and_after_it_was_reaped(
 ) -> None:
     """Its wait status is exact while it is a zombie; later, where the kernel still tells; never is it a success."""
     if not pidfd:
-        monkeypatch.setattr(supervisor, "open_pidfd", lambda pid: -1)
+        monkeypatch.setattr(ranks, "open_pidfd", lambda pid: -1)
     found = read_process(sleeper.pid)
     assert found
     watch = RankWatch(found)
@@ -157,9 +146,9 @@ class Table:
         self.looks, self.killed = list(looks), list[int]()
         self.told: list[Header] = []
         self.reaped: list[tuple[int, int]] = []
-        monkeypatch.setattr(supervisor, "job_processes", lambda marker, spared: self.looks.pop(0))
-        monkeypatch.setattr(supervisor, "signal_process", lambda process, number: self.killed.append(process.pid))
-        monkeypatch.setattr(supervisor, "children_of", lambda pid: [])
+        monkeypatch.setattr(ending, "job_processes", lambda marker, spared: self.looks.pop(0))
+        monkeypatch.setattr(ending, "signal_process", lambda process, number: self.killed.append(process.pid))
+        monkeypatch.setattr(ending, "children_of", lambda pid: [])
         monkeypatch.setattr(os, "waitpid", lambda pid, options: self.reaped.pop() if self.reaped else (0, 0))
 
 
@@ -183,7 +172,7 @@ def test_what_outlives_sigkill_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the limit the wait is over, and the survivors are named."""
     stuck = _process(os.getpid(), 1, state="D")
     table = Table(monkeypatch, *([[stuck]] * 100))
-    monkeypatch.setattr(supervisor, "KILL_LIMIT_S", 0.05)
+    monkeypatch.setattr(ending, "KILL_LIMIT_S", 0.05)
     Ending("m", set(), table.told.append).run(0)
     (report,) = table.told
     assert report["killed"] == 1
@@ -193,7 +182,7 @@ def test_what_outlives_sigkill_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keepers_are_killed_after_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hung supervisor and its guard hold the job's orphans, so they are killed when nothing else is left."""
-    keeper, worker = _process(8, 1, name=supervisor.keeper_name("m").decode()), _process(9, 8)
+    keeper, worker = _process(8, 1, name=processes.keeper_name("m").decode()), _process(9, 8)
     table = Table(monkeypatch, [keeper, worker], [keeper], [], [])
     Ending("m", set(), table.told.append).run(0)
     assert table.killed == [9, 8]
@@ -203,9 +192,9 @@ def test_children_are_found_without_kernel_help(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where /proc has no `children` file, the table of processes tells the same."""
-    assert sleeper.pid in [child.pid for child in supervisor.children_of(os.getpid())]
+    assert sleeper.pid in [child.pid for child in processes.children_of(os.getpid())]
     monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert sleeper.pid in [child.pid for child in supervisor.children_of(os.getpid())]
+    assert sleeper.pid in [child.pid for child in processes.children_of(os.getpid())]
 
 
 def test_loopback_is_found_by_any_spelling_of_its_address() -> None:
@@ -243,7 +232,7 @@ def test_a_wanted_interface_is_taken_or_refused(address: str, wanted: str, messa
 def test_a_wanted_interface_must_hold_the_address_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address that another interface holds contradicts `interface`."""
     held = [("lo", "127.0.0.1"), ("eth9", "10.0.0.9"), ("eth9", "10.0.0.10")]
-    monkeypatch.setattr(supervisor, "interface_addresses", lambda: held)
+    monkeypatch.setattr(network, "interface_addresses", lambda: held)
     assert choose_interface("10.0.0.10", "10.0.0.9", None) == "eth9"
     with pytest.raises(RefusalError, match=r"interface `lo` holds 127\.0\.0\.1, not 10\.0\.0\.10"):
         choose_interface("10.0.0.10", "10.0.0.9", "lo")
@@ -282,7 +271,7 @@ def test_a_stream_follows_a_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one")
     stream = Stream(str(path), 2, "stdout")
-    reader = supervisor.FrameReader()
+    reader = frames.FrameReader()
     header = {"type": "output", "local_rank": 2, "stream": "stdout", "size": 3}
     assert list(reader.feed(stream.next_frame())) == [(header, b"one")]
     assert (stream.next_frame(), stream.at_end()) == (b"", True)
@@ -291,13 +280,15 @@ def test_a_stream_follows_a_file(tmp_path: Path) -> None:
     assert stream.at_end() is False
     assert list(reader.feed(stream.next_frame())) == [(header, b"two")]
     path.write_bytes(b"x" * 10_000 + b"end")
-    assert stream.tail() == b"x" * (supervisor.TAIL_BYTES - 3) + b"end"
+    assert stream.tail() == b"x" * (streams.TAIL_BYTES - 3) + b"end"
     os.close(stream._fd)
 
 
-def test_it_is_one_file_that_needs_the_standard_library_alone() -> None:
-    """Every import is of a module that any Python has, and typing, which is slow, is for the type checker only."""
-    tree = ast.parse(SOURCE, feature_version=(3, 8))
+@pytest.mark.parametrize("place", range(len(SUPERVISOR)), ids=SUPERVISOR)
+def test_it_needs_little_of_the_standard_library(place: int) -> None:
+    """What is sent imports quick modules alone; typing, which is slow, is for the type checker only."""
+    source = (Path(ending.__file__).parent / f"{SUPERVISOR[place]}.py").read_text()
+    tree = ast.parse(source, feature_version=(3, 8))
     imported: set[str] = set()
     for statement in tree.body:  # imports stand at the top; one inside `if TYPE_CHECKING` is none
         if isinstance(statement, ast.Import):
@@ -305,7 +296,8 @@ def test_it_is_one_file_that_needs_the_standard_library_alone() -> None:
         if isinstance(statement, ast.ImportFrom):
             imported.add(statement.module or ".")
     inside = [one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom) and one not in tree.body]
-    assert imported - {"__future__"} <= sys.stdlib_module_names
+    sent_before = {f"gpulayer.{module}" for module in SUPERVISOR[:place]}
+    assert imported - {"__future__"} - sent_before <= sys.stdlib_module_names
     assert not imported & {"typing", "subprocess", "asyncio", "pathlib", "shutil", "logging"}
-    assert [ast.unparse(one).split()[1] for one in inside] == ["typing"]
-    assert not SOURCE.startswith("#!")
+    assert {ast.unparse(one).split()[1] for one in inside} <= {"typing", "socket"}
+    assert not source.startswith("#!")

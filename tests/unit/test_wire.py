@@ -22,7 +22,7 @@ from gpulayer.events import (
     Survivor,
     Tail,
 )
-from gpulayer.supervisor import MAX_HEADER_BYTES, VERSION, FrameReader, ProtocolError, encode_frame
+from gpulayer.frames import MAX_HEADER_BYTES, VERSION, FrameReader, ProtocolError, encode_frame
 from gpulayer.wire import Header, Hello, parse_event, parse_hello
 
 HELLO = {"type": "hello", "version": VERSION, "python": "3.11.2", "hostname": "h", "kernel": "6.1", "pid": 7}

@@ -1,0 +1,37 @@
+"""The ranks of a job on a node: torchrun's workers, each watched until its own wait status is known. Runs on nodes."""
+
+from __future__ import annotations
+
+import fcntl
+import struct
+
+from gpulayer.processes import Process, open_pidfd, read_process
+
+PIDFD_GET_INFO = 0xC040FF0B  # linux/pidfd.h, since 6.13; its exit code since 6.15
+PIDFD_INFO_EXIT = 1 << 3
+
+
+class RankWatch:
+    """One worker process of torchrun, from when it is seen until its own wait status is known."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.fd = open_pidfd(process.pid)
+        self.told = False
+        self.reaped: int | None = None  # its wait status, if torchrun died and the guard had to reap it
+
+    def look(self) -> tuple[bool, int | None]:
+        """Return whether it has ended, and its wait status, None where that could not be seen."""
+        current = read_process(self.process.pid)
+        if current and current.start == self.process.start:
+            return not current.alive, current.wait_status
+        return True, self._status_after_reaping() if self.reaped is None else self.reaped
+
+    def _status_after_reaping(self) -> int | None:
+        """torchrun was quicker than we were: ask the kernel through the pidfd (Linux 6.15 and later)."""
+        request = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
+        try:
+            fcntl.ioctl(self.fd, PIDFD_GET_INFO, request)
+        except (OSError, ValueError):
+            return None
+        return struct.unpack_from("=i", request, 60)[0] if request[0] & PIDFD_INFO_EXIT else None

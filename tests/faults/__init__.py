@@ -1,0 +1,1 @@
+"""The fault matrix: each row a test, on hosts with real OpenSSH."""
