@@ -15,11 +15,14 @@ from gpulayer import frames, probe
 SUPERVISOR = (
     "frames",
     "processes",
+    "environment",
     "ending",
     "programs",
     "guard",
     "streams",
     "network",
+    "node_lease",
+    "survey",
     "ranks",
     "supervisor",
 )

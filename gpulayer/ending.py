@@ -63,11 +63,21 @@ class Ending:
             self._tell({"type": "swept", "killed": len(self._killed), "survivors": survivors})
         return over
 
-    def run(self, grace_s: float) -> None:
-        """Begin, and see it through."""
+    def run(self, grace_s: float, *, ask: bool = False) -> None:
+        """Begin, and see it through. `ask`: with SIGTERM first, for a job whose command is no child of ours."""
+        if ask:
+            self._ask()
         self.begin(grace_s)
         while not self.step():
             time.sleep(TICK_S)
+
+    def _ask(self) -> None:
+        """Have the keepers end the job; without any, tell its topmost processes. One SIGTERM to each, no more."""
+        found = job_processes(self._marker, self._spared)
+        keepers = [one for one in found if one.name == keeper_name(self._marker)]
+        pids = {one.pid for one in found}
+        for process in keepers or [one for one in found if one.ppid not in pids]:
+            signal_process(process, signal.SIGTERM)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -34,9 +34,9 @@ def catch_signals(*numbers: int) -> int:
 
 
 def fork_guard(
-    job: Header, argv: list[bytes], env: dict[bytes, bytes], outputs: list[int]
+    job: Header, argv: list[bytes], env: dict[bytes, bytes], outputs: list[int], kept: list[int]
 ) -> tuple[int, socket.socket]:
-    """Fork the guard, which starts the command, and return its pid and the link to it."""
+    """Fork the guard, which starts the command and keeps `kept` open. Return its pid and the link to it."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keepers = {os.getpid()}
     pid = os.fork()
@@ -49,7 +49,7 @@ def fork_guard(
         for fd, source in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
             os.dup2(source, fd)
         for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd > 2 and fd != its.fileno():
+            if fd > 2 and fd not in (its.fileno(), *kept):
                 with contextlib.suppress(OSError):
                     os.close(fd)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

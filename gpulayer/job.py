@@ -39,6 +39,7 @@ _OWNED_NAMES: Mapping[str, str] = {
     "PYTHON_EXEC": "use `--python`, or `python` in the hosts map",
     "TORCH_ELASTIC_WORKER_IDENTICAL": "it gives ranks the wrong numbers where nodes differ in their process counts",
     "GPULAYER_JOB_ID": "use `--job-id`",
+    "GPULAYER_NODE_RANK": "it is the node's place in the job",
     "GPULAYER_MARKER": "it is how a node knows the processes of the job",
 }
 _OWNED_PREFIXES: Mapping[str, str] = {

@@ -8,6 +8,7 @@ import os
 
 SYS_PIDFD_SEND_SIGNAL = 424
 SYS_PIDFD_OPEN = 434
+MARKER_CHARS = 10  # of a marker, in the name of a keeper
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,7 +87,7 @@ def marker_entry(marker: str) -> bytes:
 
 def keeper_name(marker: str) -> bytes:
     """Return the name that `ps` shows for the job's supervisor and guard, 15 bytes at most; sweeps know them by it."""
-    return b"gpul-" + marker[:10].encode()
+    return b"gpul-" + marker[:MARKER_CHARS].encode()
 
 
 def select_job(table: dict[int, Process], roots: set[int], spared: set[int]) -> list[Process]:

@@ -18,38 +18,34 @@ import sys
 import time
 
 from gpulayer.ending import TICK_S, Ending
+from gpulayer.environment import job_environment, node_environment, to_bytes
 from gpulayer.frames import HELLO, VERSION, FrameReader, ProtocolError, encode_frame
 from gpulayer.guard import PR_SET_CHILD_SUBREAPER, catch_signals, fork_guard
 from gpulayer.network import RefusalError, choose_interface, lock_port, reserve_port
+from gpulayer.node_lease import LEASE_FACTS, Lease, LeaseHeldError
 from gpulayer.processes import (
     children_of,
     environment_of,
     job_processes,
     keeper_name,
     libc,
-    list_folder,
     marker_entry,
-    read_file,
     signal_process,
 )
 from gpulayer.programs import Helper
 from gpulayer.ranks import RankWatch
-from gpulayer.streams import Stream, remove_tree
+from gpulayer.streams import JobStreams, remove_tree
+from gpulayer.survey import survey
 
 IDLE_TICK_S = 0.05
 QUICK_TICK_S = 0.003
 QUICK_TICKS = 1000
 QUEUE_BYTES = 1 << 18
-ERROR_FILE_BYTES = 1 << 16
-
-# What torchrun sets for itself. A leftover in the node's own environment misleads torchrun or the script.
-STALE_NAMES = frozenset(
-    b"MASTER_ADDR MASTER_PORT RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK "
-    b"ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE TORCH_ELASTIC_WORKER_IDENTICAL PYTHON_EXEC".split()
-)
-STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
 
 PR_SET_NAME = 15
+# What the launcher may send before the start, and once a job is prepared: each has its method `_obey_NAME`.
+UNPREPARED = frozenset(["hold", "release", "survey", "sweep", "helper", "helper_input", "reserve", "prepare"])
+PREPARED = frozenset(["helper", "helper_input", "start"])
 
 TYPE_CHECKING = False  # mypy takes it for true; importing typing would cost 5 ms
 if TYPE_CHECKING:
@@ -57,11 +53,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     Header = dict[str, Any]
-
-
-def to_bytes(text: str) -> bytes:
-    """Return the bytes that a string stands for; lone surrogates are bytes that were no UTF-8 on the login node."""
-    return text.encode("utf-8", "surrogateescape")
 
 
 class Supervisor:
@@ -85,9 +76,10 @@ class Supervisor:
         self.port_holders: list[socket.socket] = []
         self.held_port = 0
         self.helper: Helper | None = None
+        self.lease: Lease | None = None
         self.quick_ticks = QUICK_TICKS
         self.ranks: dict[int, RankWatch] = {}
-        self.streams: dict[str, Stream] = {}
+        self.streams: JobStreams | None = None
         os.set_blocking(1, False)
         self.wake = catch_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -131,7 +123,9 @@ class Supervisor:
             return 1.0 if self.phase == "waiting" else TICK_S
         if len(self.ranks) == self.job["nproc_per_node"]:
             return IDLE_TICK_S
-        if len(self.streams) > 2 and self.quick_ticks:  # ranks are being started, and may not live for long
+        if (
+            self.streams and self.streams.some_of_ranks and self.quick_ticks
+        ):  # ranks are being started, and may not live for long
             self.quick_ticks -= 1
             return QUICK_TICK_S
         return TICK_S
@@ -169,29 +163,10 @@ class Supervisor:
             self.leaving = True
         elif kind == "arrived" and self.drained:
             self.arrived = True
-        elif self.phase != "waiting" or not self._obey_early(kind, header, payload):
-            raise ProtocolError(f"frame {kind!r:.80} has no place here")
-
-    def _obey_early(self, kind: str, header: Header, payload: bytes) -> bool:
-        """Obey what may only come before the start; False for anything else."""
-        if kind == "start" and self.job:
-            self._start(self.job)
-        elif kind == "helper" and not self.helper:
-            self._start_helper(json.loads(payload))
-        elif kind == "helper_input":
-            if self.helper:
-                self.helper.write(payload)
-        elif self.job:
-            return False
-        elif kind == "reserve":
-            self._reserve(header["port"])
-        elif kind == "prepare":
-            self._prepare(json.loads(payload))
-        elif kind == "sweep":
-            self._sweep_for_another(header["marker"], float(header["grace_s"]))
+        elif self.phase == "waiting" and kind in (PREPARED if self.job else UNPREPARED):
+            getattr(self, "_obey_" + kind)(header, payload)
         else:
-            return False
-        return True
+            raise ProtocolError(f"frame {kind!r:.80} has no place here")
 
     def _send(self, header: Header, payload: bytes = b"") -> None:
         if self.link_up:
@@ -229,11 +204,11 @@ class Supervisor:
 
     # -- before the start
 
-    def _reserve(self, port: int) -> None:
+    def _obey_reserve(self, header: Header, payload: bytes) -> None:
         """Hold the rendezvous port, and no other; answer `reserved` or `refused`."""
         self._release_port()
         try:
-            self._hold_port(port)
+            self._hold_port(header["port"])
         except RefusalError as refusal:
             self._release_port()
             self._refuse(*refusal.args)
@@ -251,11 +226,17 @@ class Supervisor:
             holder.close()
         self.port_holders, self.held_port = [], 0
 
-    def _start_helper(self, program: Header) -> None:
+    def _obey_helper(self, header: Header, payload: bytes) -> None:
+        program = json.loads(payload)
+        self._end_helper()
         try:
-            self.helper = Helper([to_bytes(arg) for arg in program["argv"]], self._environment(program["env"]))
+            self.helper = Helper([to_bytes(arg) for arg in program["argv"]], node_environment(program["env"]))
         except OSError as error:
             self._refuse("system", str(error))
+
+    def _obey_helper_input(self, header: Header, payload: bytes) -> None:
+        if self.helper:
+            self.helper.write(payload)
 
     def _hear_helper(self) -> None:
         data = self.helper.read() if self.helper else b""
@@ -271,8 +252,9 @@ class Supervisor:
     def _refuse(self, code: str, message: str) -> None:
         self._send({"type": "refused", "code": code, "message": message[:1000]})
 
-    def _prepare(self, job: Header) -> None:
+    def _obey_prepare(self, header: Header, payload: bytes) -> None:
         """Make sure that the job can start here, and answer `prepared` or `refused`."""
+        job = json.loads(payload)
         try:
             self._check(job)
         except (RefusalError, OSError) as problem:
@@ -307,52 +289,59 @@ class Supervisor:
             raise RefusalError("job_dir", f"the job's folder {scratch} cannot be made: {error.strerror}") from None
         self.job_dir = job_dir
 
-    def _sweep_for_another(self, marker: str, grace_s: float) -> None:
-        """End what another supervisor, dead or unheard, has left: wait as long as the grace, then kill it and all."""
+    def _obey_hold(self, header: Header, payload: bytes) -> None:
+        """Hold this node for a job, in place of what was held before; answer `held` or `refused` with the holders."""
+        self._release_lease()
+        try:
+            self.lease = Lease({name: header[name] for name in LEASE_FACTS})
+        except LeaseHeldError as held:
+            self._send({"type": "refused", "code": "held", "message": ""}, json.dumps(held.args[0]).encode())
+        except (OSError, ValueError) as error:
+            self._refuse("lease", f"no lease can be had there: {getattr(error, 'strerror', error)}")
+        else:
+            self._send({"type": "held"})
+
+    def _obey_release(self, header: Header, payload: bytes) -> None:
+        self._release_lease()
+        self._send({"type": "released"})
+
+    def _release_lease(self) -> None:
+        if self.lease:
+            self.lease.release()
+            self.lease = None
+
+    def _obey_survey(self, header: Header, payload: bytes) -> None:
+        self._send({"type": "surveyed"}, json.dumps(survey()).encode())
+
+    def _obey_sweep(self, header: Header, payload: bytes) -> None:
+        """End what another supervisor has left, or still runs: wait as long as the grace, then kill it and all.
+
+        `term`: with SIGTERM first. Without it, what is left has been told before, by its own supervisor or guard.
+        """
+        marker = header["marker"]
         for process in job_processes(marker, {os.getpid()}):
             if process.name == keeper_name(marker) and process.state in "Tt":
                 signal_process(process, signal.SIGKILL)  # stopped, it ends nothing; the other keeper does then
-        Ending(marker, {os.getpid()}, self._send).run(grace_s)
-        self.phase = "draining"
+        Ending(marker, {os.getpid()}, self._send).run(float(header["grace_s"]), ask=bool(header.get("term")))
 
     # -- the command and its ranks
 
-    def _start(self, job: Header) -> None:
+    def _obey_start(self, header: Header, payload: bytes) -> None:
+        job = self.job
         self.phase = "running"
         self._end_helper()
         argv = [to_bytes(arg) for arg in job["argv"]]
+        held = [holder.fileno() for holder in self.lease.sockets] if self.lease else []
         outputs = []
+        self.streams = JobStreams(self.job_dir, job["nproc_per_node"])
         try:
-            for name in ("stdout", "stderr"):
-                path = f"{self.job_dir}/torchrun.{name}.log"
-                outputs.append(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600))
-                self.streams[path] = Stream(path, None, name)
-            self.guard_pid, self.guard_link = fork_guard(job, argv, self._job_environment(job), outputs)
+            outputs = self.streams.create_own()
+            self.guard_pid, self.guard_link = fork_guard(job, argv, job_environment(job, self.interface), outputs, held)
         except OSError as error:
             self._give_up(f"nothing can be started there: {error}")
             self.phase = "draining"
         for fd in outputs:
             os.close(fd)
-
-    def _environment(self, added: dict[str, str]) -> dict[bytes, bytes]:
-        """Return the node's own environment, less what would mislead torchrun, and what the plan adds to it."""
-        # As the login shell gave it: os.environ has what Python adds to it on a machine without a locale.
-        pairs = (entry.partition(b"=") for entry in environment_of(os.getpid()) if entry)
-        env = {name: value for name, _, value in pairs}
-        env = {name: env[name] for name in env if name not in STALE_NAMES and not name.startswith(STALE_PREFIXES)}
-        env.update((to_bytes(name), to_bytes(value)) for name, value in added.items())
-        return env
-
-    def _job_environment(self, job: Header) -> dict[bytes, bytes]:
-        env = self._environment(job["env"])
-        if self.interface:
-            interface = self.interface.encode()
-            chosen = {b"GLOO_SOCKET_IFNAME": interface, b"TP_SOCKET_IFNAME": interface}
-            chosen[b"NCCL_SOCKET_IFNAME"] = b"=" + interface
-            env = {**chosen, **env}
-        env[b"PWD"] = to_bytes(job["workdir"])  # as after `cd`
-        env[b"GPULAYER_MARKER"] = job["marker"].encode()
-        return env
 
     def _hear_guard(self) -> None:
         try:
@@ -429,45 +418,29 @@ class Supervisor:
     def _send_exit(self, header: Header, status: int | None, local_rank: int | None) -> None:
         """Tell of an end; of one that is news and a failure, with the last bytes written and torchrun's error file."""
         parts = {}
-        if status and not self.ending:
-            parts = {stream.name: stream.tail() for stream in self.streams.values() if stream.local_rank == local_rank}
-            for attempt in self._attempt_folders() if local_rank is not None else ():
-                parts["error_file"] = read_file(f"{attempt}/{local_rank}/error.json", ERROR_FILE_BYTES)
+        if status and not self.ending and self.streams:
+            parts = self.streams.last_words(local_rank)
         sizes = [[name, len(data)] for name, data in parts.items()]
         self._send(dict(header, status=status, parts=sizes), b"".join(parts.values()))
 
     # -- output
 
-    def _attempt_folders(self) -> list[str]:
-        runs = list_folder(self.job_dir + "/ranks")
-        return [path for run in runs for path in list_folder(run) if "/attempt_" in path]
-
-    def _find_streams(self) -> None:
-        if len(self.streams) < 2 + 2 * self.job["nproc_per_node"]:
-            for folder in [path for attempt in self._attempt_folders() for path in list_folder(attempt)]:
-                local_rank = os.path.basename(folder)
-                for name in ("stdout", "stderr"):
-                    path = f"{folder}/{name}.log"
-                    if local_rank.isdigit() and path not in self.streams and os.path.exists(path):
-                        self.streams[path] = Stream(path, int(local_rank), name)
-
     def _pump(self) -> None:
         """Queue new output while the queue is short, so that a slow link costs no memory here."""
         if self.streams and self.link_up and self.phase != "closing":
-            self._find_streams()
+            self.streams.find()
             while len(self.out) < QUEUE_BYTES and self._pump_once():
                 pass
 
     def _pump_once(self) -> bool:
-        """Queue a piece of every stream: one that floods does not hold up the others."""
-        frames = [stream.next_frame() for stream in self.streams.values()] if self.link_up else []
-        self.out += b"".join(frames)
-        return any(frames)
+        frames = self.streams.next_frames() if self.streams and self.link_up else b""
+        self.out += frames
+        return bool(frames)
 
     def _drain(self) -> None:
         """Go once the launcher says that all output has arrived, or nobody is there or waits for it."""
         if self.streams and self.link_up and not self.leaving and not self.arrived:
-            if not self.drained and all(stream.at_end() for stream in self.streams.values()):
+            if not self.drained and self.streams.at_end():
                 self.drained = True
                 self._send({"type": "drained"})
             return

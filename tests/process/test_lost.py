@@ -125,6 +125,7 @@ def test_a_second_supervisor_sweeps_up_after_one_that_hangs(
         second.send("sweep", marker=node.marker, grace_s=60)
         assert second.wait_for("swept") == {"type": "swept", "killed": 0, "survivors": []}
         assert not any(map(is_alive, pids))
+        second.send("kill")
         assert second.finish() == {"type": "ended", "kept": ""}
 
 
@@ -142,6 +143,7 @@ def test_a_sweep_finds_nothing_where_nothing_is(node: LocalNode) -> None:
     """A node on which the job has ended is reported clean at once, whatever the grace."""
     node.send("sweep", marker="0" * 32, grace_s=60)
     assert node.wait_for("swept", timeout_s=5) == {"type": "swept", "killed": 0, "survivors": []}
+    node.send("kill")
     assert node.finish()["type"] == "ended"
 
 

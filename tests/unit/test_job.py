@@ -58,7 +58,7 @@ def test_env_options_twice() -> None:
     [
         *("PET_NNODES", "TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
         *("GROUP_WORLD_SIZE", "ROLE_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHON_EXEC"),
-        *("TORCH_ELASTIC_WORKER_IDENTICAL", "GPULAYER_JOB_ID", "GPULAYER_MARKER"),
+        *("TORCH_ELASTIC_WORKER_IDENTICAL", "GPULAYER_JOB_ID", "GPULAYER_MARKER", "GPULAYER_NODE_RANK"),
     ],
 )
 def test_owned_names(name: str) -> None:
