@@ -11,11 +11,12 @@ TEST_PROGRAMS := sshd:openssh-server ssh:openssh-client ip:iproute2 unshare:util
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .NOTPARALLEL:
-.PHONY: help demo test lint bench clean packages
+.PHONY: help demo test faults lint bench clean packages slurm
 
 help:
 	@echo "make demo   run a real job on a practice cluster on this machine"
 	@echo "make test   run all checks and every test that this machine can run"
+	@echo "make faults run the slow rows of the fault matrix, which make test leaves out (as root)"
 	@echo "make lint   the checks alone: ruff and mypy"
 	@echo "make bench  measure launches and logs against pdsh and clush (as root)"
 	@echo "make clean  remove .venv and all that was built; runs/ stays"
@@ -24,7 +25,10 @@ demo: $(VENV)/.demo
 	@$(BIN)/gpulayer demo
 
 test: packages lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+faults: packages $(VENV)/.test slurm
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -34,6 +38,7 @@ lint: $(VENV)/.test
 bench: TEST_PROGRAMS += pdsh:pdsh
 bench: packages $(VENV)/.test
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/bundle.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
@@ -57,6 +62,20 @@ packages:
 	if [ "$$(id -u)" != 0 ]; then \
 	    echo "make: not root, so the tests on hosts of their own (network namespaces) are left out"; \
 	fi
+
+# Slurm's packages, and what they need, are unpacked and not installed: no daemon starts, and no account is made.
+slurm: $(VENV)/.made
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -e $(VENV)/slurm ]; then \
+	    echo "make: unpacking Slurm into $(VENV)/slurm"; \
+	    rm -rf $(VENV)/slurm-packages; mkdir -p $(VENV)/slurm-packages/partial; \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends --download-only \
+	        -o Dir::Cache::archives=$(abspath $(VENV))/slurm-packages slurmctld slurmd slurm-client munge && \
+	    mkdir $(VENV)/slurm.new && \
+	    for package in $(VENV)/slurm-packages/*.deb; do dpkg-deb -x "$$package" $(VENV)/slurm.new || exit 1; done && \
+	    mv $(VENV)/slurm.new $(VENV)/slurm; \
+	    rm -rf $(VENV)/slurm-packages $(VENV)/slurm.new; \
+	fi; \
+	test -e $(VENV)/slurm || echo "make: no Slurm, so the tests that need it are left out"
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	@echo "make: installing gpulayer and PyTorch into $(VENV); this can take minutes, the first time"

@@ -150,7 +150,7 @@ def bench_logs() -> None:
             run_dir = cluster.base / f"logs-{number}"
             cost, code = measure(cluster, gpulayer(cluster, f"cat {lines}", run_dir), cluster.base / "out")
             shown = sum(1 for line in (cluster.base / "out").open("rb") if line.endswith(b"x\n"))
-            kept = sum(path.stat().st_size for path in run_dir.glob("node*/torchrun.stdout.log"))
+            kept = sum(path.stat().st_size for path in run_dir.glob("node*/command.stdout.log"))
             if code or kept != LINES * LINE_BYTES:
                 sys.exit(f"exit code {code}, {shown} lines shown, {kept} bytes kept")
             print(f"gpulayer: {shown:,} of {LINES:,} lines on the screen, {kept:,} bytes in files")

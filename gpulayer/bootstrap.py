@@ -22,6 +22,8 @@ SUPERVISOR = (
     "streams",
     "network",
     "node_lease",
+    "node_bundle",
+    "node_outputs",
     "survey",
     "ranks",
     "supervisor",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gpulayer import probe_host
 from gpulayer.checks_gpu import check_gpus
 from gpulayer.checks_network import check_addresses, check_machines
-from gpulayer.checks_reach import check_mesh, check_port, check_rendezvous
+from gpulayer.checks_reach import check_mesh, check_port, check_public, check_rendezvous
 from gpulayer.checks_room import check_room
 from gpulayer.checks_software import check_code, check_versions
 from gpulayer.findings import Check, Finding, Severity, failure, merge, warning
@@ -23,6 +23,7 @@ _CHECKS = (
     check_machines,
     check_addresses,
     check_port,
+    check_public,
     check_rendezvous,
     check_mesh,
     check_versions,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from gpulayer import probe_gpu
 from gpulayer.findings import Check, Finding, as_warning, failure, visible_devices, warning
+from gpulayer.masks import NONE_KNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def _of_node(node: NodeCommand, gpu: GpuFact, options: CheckOptions) -> Iterator
             yield from _tool_failed(node, gpu, options)
         case "ok":
             yield from _numbers(node, gpu, options)
-            for device in _used(node, gpu):
+            for device in used_gpus(node, gpu):
                 yield from _memory_alone(node, gpu, device)
                 yield from _trouble(node, device)
             yield from _processes(node, gpu)
@@ -88,7 +89,7 @@ def _named_by(name: str, device: GpuDevice) -> bool:
     return name == str(device.index) if name.isdigit() else device.uuid.startswith(name)
 
 
-def _used(node: NodeCommand, gpu: GpuFact) -> tuple[GpuDevice, ...]:
+def used_gpus(node: NodeCommand, gpu: GpuFact) -> tuple[GpuDevice, ...]:
     """Return the GPUs that the job will use: those listed, else one for each local rank, from the first on."""
     names = visible_devices(node)
     if names is None:
@@ -98,7 +99,7 @@ def _used(node: NodeCommand, gpu: GpuFact) -> tuple[GpuDevice, ...]:
 
 def _numbers(node: NodeCommand, gpu: GpuFact, options: CheckOptions) -> Iterator[Finding]:
     """Yield GPUs that are listed and not there, and ranks without one. gloo needs none, and may share them."""
-    names, wanted = visible_devices(node), node.nproc_per_node
+    names, wanted = visible_devices(node), len(node.ranks)
     absent = [name for name in names or () if not _is_there(name, gpu)]
     if absent:
         shown = ", ".join(str(device.index) for device in gpu.devices)
@@ -132,7 +133,7 @@ def _is_there(name: str, gpu: GpuFact) -> bool:
 
 def _processes(node: NodeCommand, gpu: GpuFact) -> Iterator[Finding]:
     """Yield the processes on the GPUs to be used; a process whose GPU the tool does not say may be on any of them."""
-    used = {device.index for device in _used(node, gpu)}
+    used = {device.index for device in used_gpus(node, gpu)}
     by_pid: dict[int, list[GpuProcess]] = {}
     for process in gpu.processes:
         if used and (process.device is None or process.device in used):
@@ -155,7 +156,7 @@ def _process_text(processes: Sequence[GpuProcess]) -> str:
         + (" on a GPU" if one.device is None else f" on GPU {one.device}")
         for one in processes
     ]
-    return f"pid {first.pid}, {user}, `{first.command}`: {', '.join(places)}"
+    return f"pid {first.pid}, {user}, `{NONE_KNOWN.command(first.command)}`: {', '.join(places)}"
 
 
 def _memory_alone(node: NodeCommand, gpu: GpuFact, device: GpuDevice) -> Iterator[Finding]:

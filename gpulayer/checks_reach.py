@@ -5,11 +5,13 @@ Also the two choices that follow from it: `choose_port`, and which nodes try whi
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpulayer import probe_host
 from gpulayer.findings import Check, Finding, failure, warning
+from gpulayer.masks import NONE_KNOWN
 from gpulayer.ranges import fold
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def _holder(fact: RendezvousPort | None, locked: bool) -> str:
         return "a process that is not visible to you"
     if fact.pid is None:
         return f"user {fact.user}, in a process that is not visible to you"
-    return f"pid {fact.pid}, user {fact.user}, `{fact.command}`"
+    return f"pid {fact.pid}, user {fact.user}, `{NONE_KNOWN.command(fact.command)}`"
 
 
 def check_port(plan: Plan, seen: Observations, _: CheckOptions) -> Iterator[Finding]:
@@ -113,6 +115,24 @@ def check_port(plan: Plan, seen: Observations, _: CheckOptions) -> Iterator[Find
             f"port {port} is one of {first}-{last}, which the kernel gives to outgoing connections",
             "name one outside of them with `--master-port`, or add it to net.ipv4.ip_local_reserved_ports on the node",
         )
+
+
+def check_public(plan: Plan, _seen: Observations, _: CheckOptions) -> Iterator[Finding]:
+    """Yield that the rendezvous is at an address of the public Internet. torch asks nobody there who they are."""
+    if is_public(plan.master_addr):
+        yield warning(
+            Check.RENDEZVOUS_PUBLIC,
+            [plan.nodes[0].node_id],
+            "the rendezvous is at a public address, and torch lets in whoever reaches it",
+            "give the nodes `address`es of a private network, or have a firewall keep all others from the nodes' ports",
+            f"{plan.master_addr} port {plan.master_port}",
+        )
+
+
+def is_public(address: str) -> bool:
+    """True for a literal IP address that the Internet can route to: not for private, shared, local or loopback ones."""
+    ip = ipaddress.ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_global
 
 
 def _is_ephemeral(port: int, facts: NodeFacts) -> bool:

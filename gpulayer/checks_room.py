@@ -47,7 +47,7 @@ def _shm(node: NodeCommand, facts: NodeFacts) -> Iterator[Finding]:
 
 def _scratch(node: NodeCommand, facts: NodeFacts) -> Iterator[Finding]:
     scratch = facts.scratch
-    if scratch and scratch.free_bytes is not None and scratch.free_bytes < _SCRATCH_BYTES:
+    if scratch and scratch.writable and scratch.free_bytes is not None and scratch.free_bytes < _SCRATCH_BYTES:
         yield warning(
             Check.SCRATCH_FULL,
             [node.node_id],

@@ -29,11 +29,12 @@ _HASH_DIGITS = 12
 def check_versions(plan: Plan, seen: Observations, options: CheckOptions) -> Iterator[Finding]:
     """Yield where torch is missing, where versions differ, and where `--backend nccl` cannot work."""
     for node, facts in seen.of(plan):
-        if facts.torch is None and "torch" not in facts.errors:
+        if node.ranks and facts.torch is None and "torch" not in facts.errors:
             yield _torch_missing(node, facts)
         if options.backend == "nccl":
             yield from _nccl_obstacles(node, facts)
-    yield from _differences(plan, seen)
+    if plan.has_ranks:  # a command may run anything
+        yield from _differences(plan, seen)
 
 
 def _torch_missing(node: NodeCommand, facts: NodeFacts) -> Finding:
@@ -148,7 +149,7 @@ def check_code(plan: Plan, seen: Observations, _: CheckOptions) -> Iterator[Find
                 Check.WORKDIR,
                 [node.node_id],
                 f"workdir {workdir.path} cannot be entered: {workdir.detail}",
-                "gpulayer copies no files: share the folder or make it there, or name another with `--workdir`",
+                "take the code along with `--bundle`, make the folder there, or name another with `--workdir`",
             )
         else:
             yield from _script(node, facts)
@@ -169,9 +170,12 @@ def _script(node: NodeCommand, facts: NodeFacts) -> Iterator[Finding]:
     if script.state == "not_found_module":
         text, python = f"there is no module `{script.path}`", (facts.python and facts.python.executable) or node.python
         hint = f"it must be in {node.workdir}, on PYTHONPATH or installed for `{python}`; `--workdir` names the folder"
+    elif script.state == "not_found_command":
+        text = f"there is no command `{script.path}`"
+        hint = "name its full path; PATH is what the SSH server gives a command, and `-e PATH` passes yours on instead"
     else:
         text = f"the script {script.path} cannot be read: {script.detail}"
-        hint = "gpulayer copies no files: the script's path starts from the workdir, which must hold it on every node"
+        hint = "its path starts from the workdir, which must hold it on every node; `--bundle` takes the code along"
     yield failure(Check.SCRIPT_MISSING, [node.node_id], text, hint)
 
 

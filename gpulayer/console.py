@@ -10,13 +10,35 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gpulayer.events import CommandExited, Event, NodeStopping, Output, RankExited, Stage, StageReached, StreamName
+from gpulayer.events import (
+    CommandExited,
+    Event,
+    NodeLost,
+    NodeStopping,
+    Notice,
+    Output,
+    RankExited,
+    Stage,
+    StageReached,
+    StreamName,
+)
 from gpulayer.lines import LineSplitter, make_tag, sanitize, tag_block
-from gpulayer.messages import PREFIX, Message, Roster, ShownNode, Tone, Waiting, describe_event, error_text, failed
+from gpulayer.messages import (
+    PREFIX,
+    Message,
+    Roster,
+    ShownNode,
+    Tone,
+    Waiting,
+    describe_alike,
+    describe_event,
+    error_text,
+    failed,
+)
 from gpulayer.screen import QUEUE_BYTES, Screen, Terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from gpulayer.errors import GpulayerError
     from gpulayer.logs import RunPaths
@@ -38,11 +60,15 @@ _Key = tuple[int, int | None, StreamName]
 
 @dataclass(frozen=True, slots=True)
 class ConsoleOptions:
-    """What a user can choose. `label`: the node rank or the node id in front of each line."""
+    """What a user can choose. `label`: the node rank or the node id in front of each line.
+
+    `patient`: output waits for whoever reads it, and none is left out.
+    """
 
     label: Literal["rank", "id"] = "rank"
     verbose: bool = False
     queue_bytes: int = QUEUE_BYTES
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +80,7 @@ class _Stream:
 class Console:
     """The screen of one command. `nodes` is empty and `paths` None where no job runs.
 
-    `at_s` and `now` are seconds on one clock. No call waits for a terminal or a pipe but `close`.
+    `at_s` and `now` are seconds on one clock. No call waits for a terminal or a pipe but `close`, unless it is patient.
     """
 
     def __init__(
@@ -73,17 +99,25 @@ class Console:
         self._first: tuple[int, int | None] | None = None
         self._stopping: set[int] = set()
         self._stopping_untold: set[int] = set()
+        self._alike: tuple[str, bool] = "", False  # what came last of one node after the other; True: that it is lost
+        self._alike_untold: list[int] = []
         self._failed_nodes: set[int] = set()
         self._succeeded: set[int] = set()
         self._told_waiting = 0
-        self._screen = Screen(terminal, self._slow_text, self._options.queue_bytes)
+        self._screen = Screen(terminal, self._slow_text, self._options.queue_bytes, patient=self._options.patient)
 
     def handle(self, event: Event, at_s: float) -> None:
         """Show one event."""
         if isinstance(event, NodeStopping):
+            self._tell_alike()
             self._stop(event.node_rank, at_s)
             return
         self._tell_stopping()  # they come all together, and are told in one line
+        if isinstance(event, NodeLost) or (isinstance(event, Notice) and event.node_ranks):
+            self._waiting.apply(event, at_s)
+            self._hold_alike(event)
+            return
+        self._tell_alike()
         if isinstance(event, Output):
             self._output(event, at_s)
             return
@@ -111,10 +145,22 @@ class Console:
             for block in stream.splitter.tick(now):
                 self._show(key, stream, block)
         self._tell_stopping()
+        self._tell_alike()
         self._draw_status(now)
+
+    def end_lines(self) -> None:
+        """Show what has not ended in a newline yet: what comes next has nothing to do with it."""
+        self._end_streams()
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody reads stdout any more, or it cannot be written."""
+        return self._screen.is_gone("stdout")
 
     def block(self, text: str, tone: Tone = "plain") -> None:
         """Show text of gpulayer's own on stderr, as it is laid out."""
+        self._tell_stopping()
+        self._tell_alike()
         self._message(text, tone)
 
     def data(self, text: str) -> None:
@@ -130,11 +176,15 @@ class Console:
             data = _HINT.sub(b"\x1b[36mhint:\x1b[0m", data)
         self._screen.message(data)
 
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """Show the rest. Gives up after `timeout_s` in which nothing could be written; returns whether all was."""
+    def close(self, timeout_s: float = 2.0, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Show the rest; returns whether all was. Gives up after `timeout_s` in which nothing could be written.
+
+        Gives up at once when it is `hurried`.
+        """
         self._end_streams()
         self._tell_stopping()
-        return self._screen.close(timeout_s)
+        self._tell_alike()
+        return self._screen.close(timeout_s, hurried)
 
     def _output(self, event: Output, at_s: float) -> None:
         if self._is_hidden(event.node_rank, event.rank) or self._is_after_success(event):
@@ -175,7 +225,7 @@ class Console:
         if event.rank is not None or self._options.verbose:
             return False
         node = self._roster.nodes.get(event.node_rank)
-        return node is not None and set(node.ranks) <= self._succeeded
+        return node is not None and bool(node.ranks) and set(node.ranks) <= self._succeeded
 
     def _is_consequence(self, event: Event) -> bool:
         """True for an end that something told earlier explains: another failure on the node, or that it was stopped."""
@@ -206,6 +256,21 @@ class Console:
     def _end_stream(self, key: _Key, stream: _Stream) -> None:
         for block in stream.splitter.close():
             self._show(key, stream, block)
+
+    def _hold_alike(self, event: NodeLost | Notice) -> None:
+        """A switch takes many nodes with it: what is the same for all of them is told once, at the next tick."""
+        lost = isinstance(event, NodeLost)
+        alike = (event.reason if isinstance(event, NodeLost) else event.text, lost)
+        if alike != self._alike:
+            self._tell_alike()
+        self._alike = alike
+        self._alike_untold += [event.node_rank] if isinstance(event, NodeLost) else event.node_ranks
+
+    def _tell_alike(self) -> None:
+        node_ranks, self._alike_untold = self._alike_untold, []
+        if node_ranks:
+            text, lost = self._alike
+            self._say(describe_alike(text, node_ranks, self._roster, lost=lost))
 
     def _tell_stopping(self) -> None:
         if self._stopping_untold:

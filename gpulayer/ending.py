@@ -23,11 +23,22 @@ if TYPE_CHECKING:
 class Ending:
     """How a job is ended: SIGTERM to the command alone, once; the grace; then SIGKILL to all until none is left.
 
-    torchrun passes SIGTERM on to its ranks; a third one would make it drop them. `spared` are keepers that go on.
+    torchrun passes SIGTERM on to its ranks; a third one would make it drop them. `to_group`: the command is anything,
+    a shell for instance, which passes nothing on. Its process group gets the SIGTERM, as from a terminal, and whatever
+    of the job goes on has the grace. `spared` are keepers that go on.
     `tell` is given what the launcher or the supervisor has to know: each child that was reaped, and in the end `swept`.
     """
 
-    def __init__(self, marker: str, spared: set[int], tell: Callable[[Header], None], command: int = 0) -> None:
+    def __init__(
+        self,
+        marker: str,
+        spared: set[int],
+        tell: Callable[[Header], None],
+        command: int = 0,
+        *,
+        to_group: bool = False,
+    ) -> None:
+        self._to_group = to_group
         self._marker, self._spared, self._tell, self._command = marker, spared, tell, command
         self._kill_at = self._give_up_at = NEVER
         self._empty_looks = 0
@@ -41,7 +52,8 @@ class Ending:
     def begin(self, grace_s: float) -> None:
         """End the job within this time. Told again, a shorter time counts."""
         if self._command and grace_s > 0 and not self.begun:
-            os.kill(self._command, signal.SIGTERM)  # a child of ours, not reaped: the pid is its own
+            tell = self._tell_group if self._to_group else os.kill
+            tell(self._command, signal.SIGTERM)  # a child of ours, not reaped: the pid is its own
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
 
     def step(self) -> bool:
@@ -87,14 +99,24 @@ class Ending:
                     break
                 self._empty_looks = 0  # the last look may have missed what this one left behind
                 if pid == self._command:  # nothing of the job has a reason to live any more
-                    self._command, self._kill_at = 0, 0.0
+                    self._command = 0
+                    self._kill_at = self._kill_at if self._to_group and self.begun else 0.0
                 self._tell({"type": "reaped", "pid": pid, "status": status})
 
     def _is_worth_waiting(self) -> bool:
         """Tell whether anything may still end by itself. torchrun alone does not: its exit barrier ignores SIGTERM."""
+        if self._command and self._to_group:
+            return True
         if self._command:
             return any(child.alive for child in children_of(self._command))
         return bool(job_processes(self._marker, self._spared))
+
+    @staticmethod
+    def _tell_group(command: int, number: int) -> None:
+        try:
+            os.killpg(command, number)
+        except OSError:  # it has not come to make a session of its own
+            os.kill(command, number)
 
     def _kill(self, processes: list[Process]) -> None:
         for process in processes:

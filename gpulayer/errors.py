@@ -6,7 +6,10 @@ GpulayerError
 │   ├── PoolError                 the nodes asked for are not there
 │   ├── PlacementError            ranks, address or port cannot be laid out
 │   ├── PlaceholderError          a `$NAME` would have reached a node as text
+│   ├── JobFileError              the job file cannot be read or used
+│   ├── PlanFileError             a saved plan cannot be read, made or run as it stands
 │   └── JobError                  an option, a job setting or an environment name is wrong
+├── HeldError                 3   too few nodes are free: other jobs have them; nothing was contacted
 ├── RefusedError              3   some nodes cannot take part, or would not run the job; nothing was started
 └── NodeError                 3   one node cannot take part (fanout gathers these into a RefusedError)
     ├── SshConfigError            ~/.ssh/config (or -F FILE) cannot be read
@@ -20,6 +23,7 @@ GpulayerError
     ├── PythonMissingError        `python` does not exist there
     ├── PythonTooOldError         `python` is older than the supervisor needs
     ├── HandshakeError            logged in, but the supervisor did not answer as it should
+    ├── NodeHeldError             another job has the node, or one of the GPUs that are asked for
     └── PrepareError              the supervisor runs and says why the job cannot start there
 
 How a job that has started ends is no exception: outcome.py decides that.
@@ -60,8 +64,22 @@ class PlaceholderError(RequestError):
     """A `$NAME`, `${NAME}` or `$(...)` would have reached a node as text."""
 
 
+class JobFileError(RequestError):
+    """The job file cannot be read or used."""
+
+
+class PlanFileError(RequestError):
+    """A saved plan cannot be read, made or run as it stands."""
+
+
 class JobError(RequestError):
     """An option, a job setting or an environment name is wrong."""
+
+
+class HeldError(GpulayerError):
+    """Too few of the nodes that were asked for are free: other jobs have them. Nothing was contacted."""
+
+    exit_code = 3
 
 
 class NodeError(GpulayerError):
@@ -112,6 +130,10 @@ class PythonTooOldError(NodeError):
 
 class HandshakeError(NodeError):
     """Logged in, but the supervisor did not answer as it should."""
+
+
+class NodeHeldError(NodeError):
+    """Another job has the node, or one of the GPUs that are asked for."""
 
 
 class PrepareError(NodeError):

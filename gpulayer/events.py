@@ -19,10 +19,12 @@ class Stage(StrEnum):
     """How far a job has come. Nodes pass every stage together."""
 
     CONNECTING = "connecting"
+    SENDING = "sending"
     PREPARING = "preparing"
     STARTING = "starting"
     RUNNING = "running"
     ENDING = "ending"
+    COLLECTING = "collecting"
     DONE = "done"
 
 
@@ -73,6 +75,23 @@ class NodeConnected:
     python: str
     kernel: str
     supervisor_pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendingProgress:
+    """How far the source bundle is on its way to the nodes that lack it, all of them together; about once a second."""
+
+    sent_bytes: int
+    total_bytes: int
+    bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class BundleReady:
+    """The job's working directory is on the node. `sent_bytes`: what had to be sent, 0 where it had the bundle."""
+
+    node_rank: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +166,39 @@ class NodeSwept:
 
 @dataclass(frozen=True, slots=True)
 class NodeEnded:
-    """The supervisor is done. `kept` is the folder it left on the node because not all output arrived, or ""."""
+    """The supervisor is done. `kept` is the folder it left on the node because not all output arrived, or "".
+
+    `outputs`: the job has left something for its user there, or may have.
+    """
 
     node_rank: int
+    kept: str = ""
+    outputs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CollectingProgress:
+    """How far the outputs are on their way from these nodes, all of them together; about once a second."""
+
+    received_bytes: int
+    total_bytes: int
+    bytes_per_s: int
+    node_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputsCollected:
+    """What a node left for its user is here now, but for what `problems` say; then its folder there may be `kept`.
+
+    `links` were left out since what they lead to came too; `unmatched` are the patterns that nothing fits there.
+    """
+
+    node_rank: int
+    files: int
+    size_bytes: int
+    links: int = 0
+    problems: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
     kept: str = ""
 
 
@@ -181,6 +230,8 @@ class Notice:
 Event = (
     StageReached
     | NodeConnected
+    | SendingProgress
+    | BundleReady
     | NodeChecked
     | NodePrepared
     | CommandStarted
@@ -190,6 +241,8 @@ Event = (
     | CommandExited
     | NodeSwept
     | NodeEnded
+    | CollectingProgress
+    | OutputsCollected
     | NodeStopping
     | NodeLost
     | Notice

@@ -7,25 +7,23 @@ A fact that the node could not read is None here, and `NodeFacts.errors` says wh
 from __future__ import annotations
 
 import json
-import math
-import types
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gpulayer import probe
 from gpulayer.errors import HandshakeError
+from gpulayer.typed import read_typed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-_LONGEST_TEXT = 4096
 
 ReachState = Literal["ok", "refused", "timeout", "unreachable", "other"]
 PortState = Literal["free", "taken", "denied"]
 GpuTool = Literal["nvidia-smi", "amd-smi", "rocm-smi"]
 GpuState = Literal["ok", "missing", "hangs", "failed"]
-ScriptState = Literal["ok", "missing", "unreadable", "not_found_module", "unknown"]
+ScriptState = Literal["ok", "missing", "unreadable", "not_found_module", "not_found_command", "unknown"]
 WorkdirState = Literal["ok", "missing", "denied", "not_a_folder"]
+Port = Annotated[int, range(1, 1 << 16)]  # another node is sent there: no honest one shall be blamed for it
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
@@ -33,7 +31,9 @@ WorkdirState = Literal["ok", "missing", "denied", "not_a_folder"]
 
 @dataclass(frozen=True, slots=True)
 class FactsRequest:
-    """What a node must know to tell its facts. `script` is as in the argv; at most one of it and `module` is set.
+    """What a node must know to tell its facts. `script` and `command` are as in the argv.
+
+    At most one of them and `module` is set.
 
     `nonce` (letters and digits) is what the node's listeners say, so it is another one for every node.
     """
@@ -47,6 +47,7 @@ class FactsRequest:
     scratch: str
     nonce: str
     smi_limit_s: float = 10
+    command: str | None = None
 
     def encode(self) -> bytes:
         """Return the line for the probe."""
@@ -71,6 +72,11 @@ def encode_reach(targets: Sequence[ReachTarget], limit_s: float) -> bytes:
 def encode_rendezvous(port: int) -> bytes:
     """Return the line that has the head's probe listen on another rendezvous port."""
     return _line({"type": "rendezvous", "port": port})
+
+
+def encode_gpus(limit_s: float) -> bytes:
+    """Return the line that has the probe ask the vendor's tool, and nothing else."""
+    return _line({"type": "gpus", "smi_limit_s": limit_s})
 
 
 def encode_end() -> bytes:
@@ -112,7 +118,7 @@ class RendezvousPort:
     `pid` (None) and `command` ("") only where the job's user may see them.
     """
 
-    port: int
+    port: Port
     state: PortState
     pid: int | None
     command: str
@@ -124,7 +130,7 @@ class RendezvousPort:
 class Listener:
     """The ephemeral port on which the node answers with its nonce."""
 
-    port: int
+    port: Port
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +255,7 @@ class NodeFacts:
     interfaces: tuple[Interface, ...] | None
     route_to_master: Route | None
     port: RendezvousPort | None
-    free_ports: tuple[int, ...]  # the next ones, where the port is taken
+    free_ports: tuple[Port, ...]  # the next ones, where the port is taken
     listener: Listener | None
     ephemeral_range: tuple[int, ...] | None  # first and last
     reserved_ports: tuple[tuple[int, ...], ...] | None  # ranges left out of it
@@ -271,7 +277,7 @@ class Rendezvous:
     """The answer to encode_rendezvous."""
 
     port: RendezvousPort
-    free_ports: tuple[int, ...]
+    free_ports: tuple[Port, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,20 +299,28 @@ def parse_facts(line: bytes) -> NodeFacts:
     errors = {name: value["error"] for name, value in answer.items() if isinstance(value, dict) and "error" in value}
     answer = {name: None if name in errors else value for name, value in answer.items()}
     answer["errors"] = errors
-    facts: NodeFacts = _read(NodeFacts, answer, "facts")
+    facts: NodeFacts = read_typed(NodeFacts, answer, "the probe's facts")
     return facts
 
 
 def parse_rendezvous(line: bytes) -> Rendezvous:
     """Read the answer to encode_rendezvous. Raises HandshakeError."""
-    rendezvous: Rendezvous = _read(Rendezvous, _answer(line, "rendezvous"), "rendezvous")
+    rendezvous: Rendezvous = read_typed(Rendezvous, _answer(line, "rendezvous"), "the probe's rendezvous")
     return rendezvous
+
+
+def parse_gpus(line: bytes) -> GpuFact | None:
+    """Read the answer to encode_gpus; None where nothing could be asked. Raises HandshakeError."""
+    value = _answer(line, "gpus").get("gpu")
+    unread = isinstance(value, dict) and "error" in value
+    fact: GpuFact | None = None if unread else read_typed(GpuFact, value, "the probe's gpu")
+    return fact
 
 
 def parse_reach(line: bytes, targets: Sequence[ReachTarget]) -> tuple[ReachResult, ...]:
     """Read the answer to encode_reach: one result for each target, in their order. Raises HandshakeError."""
     answer = _answer(line, "reach")
-    results: tuple[ReachResult, ...] = _read(tuple[ReachResult, ...], answer.get("results"), "reach")
+    results: tuple[ReachResult, ...] = read_typed(tuple[ReachResult, ...], answer.get("results"), "the probe's reach")
     if [result.name for result in results] != [target.name for target in targets]:
         raise HandshakeError("the probe answered for other targets than it was asked for")
     return results
@@ -323,43 +337,3 @@ def _answer(line: bytes, kind: str) -> dict[str, Any]:
     if not isinstance(answer, dict) or answer.pop("type", None) != kind:
         raise HandshakeError(f"the probe answered {line[:80]!r} where {kind} was due")
     return answer
-
-
-def _read(kind: Any, value: object, where: str) -> Any:
-    """Return `value` as a `kind`: a dataclass, a union, a Literal, a tuple, a dict with text keys, or a plain type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return None if value is None else _read(arguments[0], value, where)  # only `X | None` is used here
-    if is_dataclass(kind) and isinstance(value, dict):
-        return _read_fields(kind, value, where)
-    if origin is Literal and isinstance(value, str) and value in arguments:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_read(arguments[0], item, f"{where}[{place}]") for place, item in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {_text(key): _read(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    return _read_plain(kind, value, where)
-
-
-def _read_fields(kind: Any, value: dict[str, Any], where: str) -> Any:
-    hints = get_type_hints(kind)
-    unknown = sorted(value.keys() - hints.keys())
-    missing = [field.name for field in fields(kind) if field.name not in value and field.default is MISSING]
-    if unknown or missing:
-        raise HandshakeError(f"the probe's {where} has no {missing}, or more than it should: {unknown}"[:300])
-    return kind(**{name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()})
-
-
-def _read_plain(kind: Any, value: object, where: str) -> Any:
-    if kind is float and type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]
-        return float(value)  # type: ignore[arg-type]
-    if kind is str and isinstance(value, str) and len(value) <= _LONGEST_TEXT:
-        return _text(value)
-    if kind in (int, bool) and type(value) is kind:
-        return value
-    raise HandshakeError(f"the probe's {where} is {value!r:.80}")
-
-
-def _text(value: str) -> str:
-    """Return text that is safe to show: what a node calls itself must not steer a terminal."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in value)

@@ -43,6 +43,7 @@ class Check(StrEnum):
     PORT_TAKEN = "port-taken"
     PORT_DENIED = "port-denied"
     PORT_EPHEMERAL = "port-ephemeral"
+    RENDEZVOUS_PUBLIC = "rendezvous-public"
     RENDEZVOUS_TIMEOUT = "rendezvous-timeout"
     RENDEZVOUS_REFUSED = "rendezvous-refused"
     RENDEZVOUS_UNREACHABLE = "rendezvous-unreachable"

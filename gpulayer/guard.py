@@ -8,12 +8,16 @@ import os
 import select
 import signal
 import socket
+import struct
+import time
 
 from gpulayer.ending import TICK_S, Ending
 from gpulayer.processes import libc
 from gpulayer.programs import start_command
 
 PR_SET_CHILD_SUBREAPER = 36
+ALIVE = b"alive"
+SILENT_LOOKS = 5
 
 TYPE_CHECKING = False  # mypy takes it for true; importing typing would cost 5 ms
 if TYPE_CHECKING:
@@ -54,36 +58,74 @@ def fork_guard(
                     os.close(fd)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        run_guard(its, keepers | {os.getpid()}, job, start_command(argv, env))
+        Guard(its, keepers | {os.getpid()}, job, start_command(argv, env)).run()
     finally:
         os._exit(0)
     raise AssertionError("not reached")
 
 
-def run_guard(link: socket.socket, keepers: set[int], job: Header, command: int) -> None:
-    """Tell the supervisor of all that ends; end the job when it says how soon, or when it dies."""
-
-    def tell(message: Header) -> None:
-        with contextlib.suppress(OSError):  # it is dead, as the next look at the link shows
-            link.send(json.dumps(message).encode())
-
-    wake = catch_signals(signal.SIGCHLD)
-    poller = select.poll()
-    poller.register(link, select.POLLIN)
-    poller.register(wake, select.POLLIN)
-    ending = Ending(job["marker"], keepers, tell, command)
-    tell({"type": "started", "pid": command})
-    while not ending.step():
-        for fd, _ in poller.poll(TICK_S * 1000 if ending.begun else None):
-            if fd == wake:
-                os.read(wake, 4096)
-                continue
-            try:
-                told = link.recv(64)
-            except ConnectionError:
-                told = b""
-            if not told:
-                poller.unregister(link)
-            ending.begin(float(told or job["grace_s"]))
+def tell_guard(link: socket.socket, word: bytes) -> None:
+    """Send the guard how soon to end the job, in seconds, or ALIVE; one that is dead or stands still misses it."""
     with contextlib.suppress(OSError):
-        link.recv(64)  # nothing comes; it ends when the supervisor has
+        link.send(word, socket.MSG_DONTWAIT)
+
+
+class Guard:
+    """Ends the job when the supervisor says how soon, when it dies, and when nothing is heard of it any more.
+
+    A supervisor that stands still would not notice that the launcher is gone. Silence is counted in looks, so that it
+    is no reason when the machine as a whole stood still.
+    """
+
+    def __init__(self, link: socket.socket, keepers: set[int], job: Header, command: int) -> None:
+        self._link, self._grace_s = link, job["grace_s"]
+        self._look_s = job["lost_after_s"] / SILENT_LOOKS
+        self._look_at_s = time.monotonic() + self._look_s
+        self._silent_looks = self._send_flags = 0
+        self._wake = catch_signals(signal.SIGCHLD)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+        to_group = job["launcher"] == "command"
+        self._ending = Ending(job["marker"], keepers, self._tell, command, to_group=to_group)
+        self._tell({"type": "started", "pid": command})
+
+    def run(self) -> None:
+        """Serve until nothing of the job is left, and the supervisor has ended."""
+        poller = select.poll()
+        poller.register(self._link, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        while not self._ending.step():
+            for fd, _ in poller.poll(1000 * (TICK_S if self._ending.begun else self._look_s)):
+                if fd == self._wake:
+                    os.read(fd, 4096)
+                elif not self._hear():
+                    poller.unregister(self._link)
+            self._look()
+        with contextlib.suppress(OSError):
+            while self._link.recv(64):
+                pass
+
+    def _tell(self, message: Header) -> None:
+        try:
+            self._link.send(json.dumps(message).encode(), self._send_flags)
+        except BlockingIOError:  # it reads nothing; what it misses is no reason to wait again
+            self._send_flags = socket.MSG_DONTWAIT
+        except OSError:  # it is dead, as the next look at the link shows
+            pass
+
+    def _hear(self) -> bool:
+        """Take a word of the supervisor's; False when it is dead."""
+        try:
+            told = self._link.recv(64)
+        except ConnectionError:
+            told = b""
+        self._silent_looks = self._send_flags = 0
+        if told != ALIVE:
+            self._ending.begin(float(told or self._grace_s))
+        return bool(told)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_at_s:
+            self._look_at_s, self._silent_looks = now + self._look_s, self._silent_looks + 1
+            if self._silent_looks >= SILENT_LOOKS:
+                self._ending.begin(self._grace_s)

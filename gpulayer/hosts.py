@@ -4,29 +4,52 @@ values.py has the rules for single values, problems.py the words for what breaks
 """
 
 import ipaddress
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from gpulayer import values
+from gpulayer import toml_files, values
 from gpulayer.errors import HostsFileError, PoolError
-from gpulayer.problems import Problem, explain, fail, place, table, toml_error
-from gpulayer.ranges import expand, expand_ranges, fold, has_range, without_ranges
+from gpulayer.problems import Problem, explain, fail, place, table
+from gpulayer.ranges import MAX_NAMES, expand, expand_ranges, fold, has_range, without_ranges
+from gpulayer.toml_files import FileKind, parse_toml
 from gpulayer.values import ValueRefusedError
 
-__all__ = ["HostMap", "HostsFile", "Node", "NodeKeys", "expand", "find_hosts_file", "fold", "load_hosts"]
+__all__ = ["HostMap", "HostsFile", "Node", "NodeKeys", "expand", "find_hosts_file", "fold", "load_hosts", "read_text"]
 
 T = TypeVar("T")
 
 RANGED_KEYS = ("ssh", "address", "python", "workdir", "scratch")
 """The keys whose ranges count along with the range of the node id."""
 
+HOSTS_MAP = FileKind(
+    name="hosts map",
+    option="--hosts FILE",
+    error=HostsFileError,
+    header_hint='write an id with brackets or other signs in quotes: [nodes."gpu-[02-16]"]',
+)
+
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+# What the rules of values.py say of numbers, for editors: gpulayer/schemas.
+_PORT = WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 65535})
+_COUNT = WithJsonSchema({"type": "integer", "minimum": 1})
+_DEVICES = WithJsonSchema(
+    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "uniqueItems": True}
+)
 
 
 def _rule(check: Callable[[T], None]) -> AfterValidator:
@@ -48,7 +71,7 @@ class NodeKeys(BaseModel):
     ssh: Annotated[str, _rule(values.check_ssh)] = ""
     """The SSH host name, IP address or `~/.ssh/config` alias to log in to, without user and port.
     Left out: the node id."""
-    port: Annotated[int, _rule(values.check_port)] | None = None
+    port: Annotated[int, _rule(values.check_port), _PORT] | None = None
     """The port of the node's SSH server. Left out: what `~/.ssh/config` says, else 22."""
     user: Annotated[str, _rule(values.check_user)] | None = None
     """The login name. Left out: what `~/.ssh/config` says, else the login name on the login node."""
@@ -59,8 +82,8 @@ class NodeKeys(BaseModel):
     """The Python that runs on the node, with PyTorch in it: a full path, or a name on the `PATH`."""
     workdir: Annotated[str, _rule(values.check_workdir)] | None = None
     """The folder on the node in which the job starts, as a full path. Placeholders such as `$NODE_ID` are replaced.
-    Left out: the folder that gpulayer was started in."""
-    gpus: int | tuple[int, ...] | None = None
+    Left out: the folder that gpulayer was started in. Jobs with a bundle start in that instead."""
+    gpus: Annotated[int, _COUNT] | Annotated[tuple[int, ...], _DEVICES] | None = None
     """How many processes the node runs: a count of GPUs, or a list of device indices such as `[0, 1, 2, 3]`. A list
     also sets `CUDA_VISIBLE_DEVICES`. Left out: `--nproc-per-node` must say it."""
     interface: Annotated[str, _rule(values.check_interface)] | None = None
@@ -115,9 +138,9 @@ class Node(NodeKeys):
 
 @dataclass(frozen=True, slots=True)
 class HostMap:
-    """The nodes of one hosts.toml, in the order of the file, ranges expanded in place."""
+    """The nodes that there are, in their order, ranges expanded in place. `source` says where they were read."""
 
-    path: Path
+    source: str
     nodes: tuple[Node, ...]
     practice: bool = False
 
@@ -127,11 +150,11 @@ class HostMap:
             if node.id == node_id:
                 return node
         raise PoolError(
-            f"{node_id} is not in {self.path}", hint=f"the nodes there are {fold(node.id for node in self.nodes)}"
+            f"{node_id} is not in {self.source}", hint=f"the nodes there are {fold(node.id for node in self.nodes)}"
         )
 
 
-def find_hosts_file(explicit: Path | None, environ: Mapping[str, str], cwd: Path) -> Path:
+def find_hosts_file(explicit: str | Path | None, environ: Mapping[str, str], cwd: Path) -> Path:
     """Return the hosts map to use: `explicit` (--hosts), $GPULAYER_HOSTS, ./hosts.toml, ~/.config/gpulayer/hosts.toml.
 
     A file that was named is returned as it is; load_hosts says what is wrong with it. Raises HostsFileError where none
@@ -151,12 +174,12 @@ def find_hosts_file(explicit: Path | None, environ: Mapping[str, str], cwd: Path
     )
 
 
-def load_hosts(path: Path) -> HostMap:
-    """Read and check a hosts map. Raises HostsFileError naming the file and every key to mend that it found."""
-    try:
-        document = tomllib.loads(text := _read(path))
-    except tomllib.TOMLDecodeError as error:
-        raise toml_error(path, text, error) from None
+def load_hosts(path: Path, text: str | None = None) -> HostMap:
+    """Read and check a hosts map, `text` or what the file holds.
+
+    Raises HostsFileError naming the file and every key to mend that it found.
+    """
+    document = parse_toml(path, read_text(path) if text is None else text, HOSTS_MAP)
     try:
         file = HostsFile.model_validate(document)
     except ValidationError as error:
@@ -164,6 +187,9 @@ def load_hosts(path: Path) -> HostMap:
     problems: list[Problem] = []
     owners: list[tuple[str, Node]] = []
     for key, entry in file.nodes.items():
+        if len(owners) > MAX_NAMES:
+            problems.append(Problem("the map", f"names more than {MAX_NAMES} nodes"))
+            break
         try:
             owners += [(key, node) for node in _expand_entry(key, entry, file.defaults, problems)]
         except ValueRefusedError as error:
@@ -173,25 +199,12 @@ def load_hosts(path: Path) -> HostMap:
         problems.append(Problem("the map", "names no nodes", "write a table for each node, such as [nodes.gpu-01]"))
     if problems:
         fail(path, problems)
-    return HostMap(path, tuple(node for _, node in owners), file.practice)
+    return HostMap(str(path), tuple(node for _, node in owners), file.practice)
 
 
-def _read(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise HostsFileError(f"{path}: no such file", hint="name the hosts map with `--hosts FILE`") from None
-    except IsADirectoryError:
-        raise HostsFileError(f"{path}: is a folder, not a file", hint="name the hosts map in it") from None
-    except OSError as error:
-        raise HostsFileError(f"{path}: cannot be read: {error.strerror}") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise HostsFileError(
-            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8", hint="save the file as UTF-8"
-        ) from None
+def read_text(path: Path) -> str:
+    """Return what a file of hosts holds. Raises HostsFileError."""
+    return toml_files.read_text(path, HOSTS_MAP)
 
 
 def _explain(error: ValidationError, *, owner: Callable[[str], tuple[str, ...]] = lambda _: ()) -> list[Problem]:

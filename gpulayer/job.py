@@ -6,9 +6,8 @@ Which node gets which part is placement.py's matter; how it is spelt for torchru
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 CommBackend = Literal["gloo", "nccl"]
+RendezvousKind = Literal["static", "c10d"]
+LauncherName = Literal["torchrun", "command", "deepspeed", "accelerate"]
+LAUNCHER_NAMES: tuple[LauncherName, ...] = get_args(LauncherName)
 
 DEFAULT_MASTER_PORT = 29500
 
@@ -40,6 +42,7 @@ _OWNED_NAMES: Mapping[str, str] = {
     "TORCH_ELASTIC_WORKER_IDENTICAL": "it gives ranks the wrong numbers where nodes differ in their process counts",
     "GPULAYER_JOB_ID": "use `--job-id`",
     "GPULAYER_NODE_RANK": "it is the node's place in the job",
+    "GPULAYER_OUTPUT_DIR": "it is the folder that gpulayer makes for the job; `--outputs` names other files",
     "GPULAYER_MARKER": "it is how a node knows the processes of the job",
 }
 _OWNED_PREFIXES: Mapping[str, str] = {
@@ -48,18 +51,12 @@ _OWNED_PREFIXES: Mapping[str, str] = {
     "ROLE_": "it belongs to torchrun and its worker processes",
 }
 
-_CAMEL_STEP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_SECRET_PART = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD)S?[0-9]*$")
 
-
-def looks_secret(name: str) -> bool:
-    """True when the name of an environment variable says that its value is not for reading.
-
-    A part of the name (parts are split at `_`, `.`, `-` and between words in camelCase) ends in TOKEN, KEY, SECRET or
-    PASSWORD, or in the plural of one: `HF_TOKEN`, `WANDB_API_KEY`, `apiKey`, but not `TOKENIZERS_PARALLELISM`.
-    """
-    parts = re.split(r"[^A-Za-z0-9]+", _CAMEL_STEP.sub("_", name))
-    return any(_SECRET_PART.search(part.upper()) for part in parts)
+def owner_of(name: str) -> str | None:
+    """Return what to do instead of setting a variable that torchrun or gpulayer sets; None for any other."""
+    return _OWNED_NAMES.get(name) or next(
+        (text for prefix, text in _OWNED_PREFIXES.items() if name.startswith(prefix)), None
+    )
 
 
 def check_env_name(name: str, where: str) -> None:
@@ -67,10 +64,7 @@ def check_env_name(name: str, where: str) -> None:
     _check(values.check_env_name, name, where)
     if name.startswith("-"):
         raise JobError(f"{where}: `{name}` is no variable name: it begins with `-`")
-    advice = _OWNED_NAMES.get(name)
-    if advice is None:
-        advice = next((text for prefix, text in _OWNED_PREFIXES.items() if name.startswith(prefix)), None)
-    if advice is not None:
+    if advice := owner_of(name):
         raise JobError(f"{where}: `{name}` cannot be set, torchrun or gpulayer sets it on every node", hint=advice)
 
 
@@ -120,6 +114,8 @@ class _Frozen(BaseModel):
 class RendezvousSpec(_Frozen):
     """Where and for how long the nodes wait for each other. The address is the placement's: node rank 0's."""
 
+    kind: RendezvousKind = "static"
+    """How torchrun's agents meet: `static` or `c10d`."""
     port: int = DEFAULT_MASTER_PORT
     """Port on node rank 0 (`--master-port`)."""
     port_is_default: bool = True
@@ -151,6 +147,8 @@ class DistributedJob(_Frozen):
     """Ranks on each node; None: as many as the node's `gpus`."""
     rendezvous: RendezvousSpec = RendezvousSpec()
     """Port and patience of the rendezvous."""
+    launcher: LauncherName = "torchrun"
+    """What starts the processes of a node."""
     comm_backend: CommBackend | None = None
     """What the script shall give `init_process_group`; it reaches the script as GPULAYER_COMM_BACKEND."""
     python: str | None = None
@@ -161,6 +159,18 @@ class DistributedJob(_Frozen):
     """Replaces `interface` of every node."""
     env: dict[str, EnvValue] = {}
     """Environment for all nodes; it wins over the hosts map."""
+    bundle: str | None = None
+    """The folder on the login node whose files every node gets; the job's working directory is then a copy of it."""
+    max_bundle_bytes: int = 2_000_000_000
+    """A larger bundle is refused."""
+    outputs: tuple[str, ...] = ()
+    """What comes back at the end: paths and patterns, relative to the working directory."""
+    max_output_bytes: int = 10_000_000_000
+    """More than this is not brought back from a node."""
+    failure_policy: Literal["fail_fast"] = "fail_fast"
+    """The first failure ends the job everywhere."""
+    max_attempts: Literal[1] = 1
+    """A distributed job is not repeated behind its user's back."""
     timeout_s: float | None = None
     """The job is ended after this time; None: never."""
     grace_s: float = 30.0
@@ -186,6 +196,13 @@ class DistributedJob(_Frozen):
             _check(check, value, f"`--{info.field_name}`")
         return value
 
+    @field_validator("bundle")
+    @classmethod
+    def _bundle(cls, value: str | None) -> str | None:
+        if value is not None:
+            _check(values.check_file_folder, value, "`--bundle`")
+        return value
+
     @field_validator("workdir")
     @classmethod
     def _workdir(cls, value: str | None) -> str | None:
@@ -194,6 +211,13 @@ class DistributedJob(_Frozen):
                 raise JobError(f"`--workdir {value}`: nothing expands `~` here", hint="write the full path")
             # An option may be relative to where gpulayer is started, as for other commands; the map's keys may not.
             _check(values.check_workdir, value if value.startswith("/") or not value else f"/{value}", "`--workdir`")
+        return value
+
+    @field_validator("outputs")
+    @classmethod
+    def _outputs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            check_output(pattern)
         return value
 
     @field_validator("env")
@@ -225,6 +249,11 @@ def _check(check: Callable[[str], None], value: str, where: str) -> None:
         check(value)
     except ValueRefusedError as error:
         raise JobError(f"{where}: `{value}` {error}", hint=error.hint) from error
+
+
+def check_output(pattern: str) -> None:
+    """Raise JobError for what cannot be brought back from a working directory."""
+    _check(values.check_output, pattern, "`--outputs`")
 
 
 def seconds(option: str, value: float, *, zero: bool = False) -> float:

@@ -7,30 +7,36 @@ import contextlib
 import importlib.util
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from gpulayer.console import Console, ConsoleOptions
-from gpulayer.errors import RefusedError
+from gpulayer.errors import JobError, RefusedError
 from gpulayer.events import Event, Output
 from gpulayer.fanout import Fanout
-from gpulayer.logs import RunDirectory, raise_file_limit
+from gpulayer.json_screen import JsonScreen
+from gpulayer.logs import RunDirectory, RunPaths, raise_file_limit, run_json
 from gpulayer.messages import ShownNode
 from gpulayer.plan import Plan, plan_json
-from gpulayer.report import check_json, receipt_json, refusal_json, render_check, render_report
+from gpulayer.receipt import RunFigures, receipt_json, refusal_json
+from gpulayer.report import check_json, render_check, render_report
+from gpulayer.signals import SignalGate
 from gpulayer.ssh import SshConnector, SshSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from gpulayer.bundle import Bundle
+    from gpulayer.holds import HoldSettings
     from gpulayer.outcome import Ledger
     from gpulayer.preflight import PreflightResult, PreflightSettings
     from gpulayer.screen import Terminal
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FILES_PER_NODE = 2
-SPARE_FILES = 64
+SPARE_FILES = 24
 FLUSH_LIMIT_S = 2.0
 REFUSED = RefusedError.exit_code
 # Ctrl-Z: a launcher that sleeps is a launcher that is gone, and every node would end its part.
@@ -39,26 +45,33 @@ NOT_SUSPENDED = "not suspended: the nodes would take a sleeping launcher for a l
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """How to reach the nodes and where to keep and show what happens. `run_dir` None: runs/JOB-ID under `cwd`."""
+    """How to reach the nodes and where to keep and show what happens. `run_dir` None: runs/JOB-ID under `cwd`.
+
+    `as_json`: events are shown as lines of JSON, and `console` is for nothing.
+    `holds` None: in the name of whoever runs this, from now on.
+    """
 
     cwd: Path
     run_dir: Path | None
     ssh: SshSettings
     console: ConsoleOptions
     preflight: PreflightSettings | None
+    holds: HoldSettings | None = None
+    as_json: bool = False
+    bundle: Bundle | None = None
 
 
 class RunObserver:
     """Hands every event to the run directory and to the screen."""
 
-    def __init__(self, directory: RunDirectory, console: Console) -> None:
+    def __init__(self, directory: RunDirectory, console: Console | JsonScreen) -> None:
         self.ledger: Ledger | None = None
         self._directory, self._console = directory, console
         self._told = False
 
     def handle(self, event: Event, at_s: float) -> None:
         """Keep the event, then show it."""
-        write = self._directory.write_output(event) if isinstance(event, Output) else None
+        write = self._directory.write_output(event, at_s) if isinstance(event, Output) else None
         notice = write or self._directory.record(event, at_s)
         if self.ledger and (cause := self.ledger.cause) and not self._told:
             self._told = True
@@ -69,43 +82,121 @@ class RunObserver:
             self._console.handle(notice, at_s)
 
     def tick(self, at_s: float) -> None:
-        """Let the screen catch up."""
+        """Let the run directory and the screen catch up."""
+        if notice := self._directory.tick(at_s):
+            self._console.handle(notice, at_s)
         self._console.tick(at_s)
+
+
+class RunBook:
+    """The first line and the last of a run, in its files and on the screen."""
+
+    def __init__(self, directory: RunDirectory, console: Console | JsonScreen) -> None:
+        self._directory, self._console = directory, console
+        self._began_s, self._started_at = time.monotonic(), datetime.now().astimezone()
+
+    @property
+    def paths(self) -> RunPaths:
+        """The files of the run."""
+        return self._directory.paths
+
+    def begin(self, plan: Plan) -> None:
+        """Keep the plan, and say which run this is. Raises JobError, and leaves no run directory then."""
+        _keep_plan(plan, self._directory)
+        first = run_json(plan.job_id, self._directory.paths.root, self._started_at, plan.nodes)
+        if notice := self._directory.record_line(first):
+            self._console.handle(notice, 0.0)
+        if isinstance(self._console, JsonScreen):
+            self._console.line(first)
+
+    def finish(self, plan: Plan, ledger: Ledger, checked: PreflightResult | None) -> None:
+        """Write the receipt of a job that is over."""
+        directory, took_s = self._directory, self._took_s()
+        loss = directory.close_files()  # over NFS, only now may a full disk be told
+        ledger.logs_lost = directory.incomplete
+        receipt = receipt_json(plan, ledger, self._figures(checked))
+        unwritten = directory.write_receipt(receipt)
+        ledger.logs_lost |= unwritten is not None
+        receipt["exit_code"] = ledger.exit_code
+        for notice in filter(None, (loss, unwritten)):
+            self._console.handle(notice, took_s)
+        self._show(receipt, render_report(plan, ledger, took_s, directory.paths.root))
+
+    def refuse(self, plan: Plan, refused: RefusedError) -> None:
+        """Write the receipt of a job that did not start."""
+        receipt = refusal_json(plan, refused, self._figures(None))
+        self._directory.write_receipt(receipt)
+        self._show(receipt)
+
+    def _show(self, receipt: dict[str, object], report: str = "") -> None:
+        if isinstance(self._console, JsonScreen):
+            self._console.line({"event": "receipt", **receipt})
+        elif report:
+            self._console.block(report, "plain")
+
+    def _figures(self, checked: PreflightResult | None) -> RunFigures:
+        directory, facts = self._directory, checked.observations.facts if checked else {}
+        return RunFigures(self._started_at, self._took_s(), directory.lost_bytes, directory.node_bytes, facts)
+
+    def _took_s(self) -> float:
+        return time.monotonic() - self._began_s
 
 
 def launch(plan: Plan, settings: LaunchSettings, terminal: Terminal) -> int:
     """Run the plan and return the exit code. Raises JobError (run directory) and RefusedError (nodes)."""
-    streams = sum(2 * len(node.ranks) + 2 for node in plan.nodes)
-    raise_file_limit(streams + FILES_PER_NODE * plan.nnodes + SPARE_FILES)
+    most_open = _open_files(plan)
     directory = (
         RunDirectory.create_at(settings.run_dir)
         if settings.run_dir
         else RunDirectory.create(settings.cwd / "runs", plan.job_id)
     )
-    nodes = [ShownNode(node.node_rank, node.node_id, node.ranks) for node in plan.nodes]
-    console = Console(terminal, nodes, directory.paths, settings.console)
-    began_s = time.monotonic()
+    directory.most_open = most_open
+    nodes = _shown_nodes(plan)
+    console = JsonScreen(terminal) if settings.as_json else Console(terminal, nodes, directory.paths, settings.console)
+    book = RunBook(directory, console)
+    with SignalGate() as gate:
+        try:
+            book.begin(plan)
+            observer = RunObserver(directory, console)
+            settings = replace(settings, preflight=_keeping_plan(settings.preflight, directory))
+            with _event_loop() as runner:
+                ledger = runner.run(_fan_out(plan, settings, observer, gate, book))
+        except RefusedError as refused:
+            book.refuse(plan, refused)
+            raise
+        finally:
+            directory.close()
+            console.close(FLUSH_LIMIT_S, lambda: gate.hurried)
+        gate.leave_with(ledger.exit_code)
+    return ledger.exit_code
 
-    def finish(ledger: Ledger) -> None:
-        took_s = time.monotonic() - began_s
-        loss = directory.write_receipt(receipt_json(plan, ledger, took_s, directory.lost_bytes))
-        if loss:
-            console.handle(loss, took_s)
-        console.block(render_report(plan, ledger, took_s, directory.paths.root), "plain")
 
+def _shown_nodes(plan: Plan) -> list[ShownNode]:
+    return [ShownNode(node.node_rank, node.node_id, node.ranks, plan.command_name) for node in plan.nodes]
+
+
+def _open_files(plan: Plan) -> int:
+    """Make room for connections and files; return how many files of output may be open. Raises JobError."""
+    connections = FILES_PER_NODE * plan.nnodes + SPARE_FILES
+    outputs = sum(2 * len(node.ranks) + 2 for node in plan.nodes)
+    limit = raise_file_limit(connections + outputs)
+    if limit <= connections:
+        raise JobError(
+            f"{plan.nnodes} nodes need {connections + 1} open files, and no more than {limit} are allowed here",
+            hint="`ulimit -Hn` shows the limit; raise it in /etc/security/limits.conf, or ask for fewer nodes",
+        )
+    return limit - connections
+
+
+def _keep_plan(plan: Plan, directory: RunDirectory) -> None:
+    """Write the plan, and make sure of room for the receipt. Raises JobError, and leaves no run directory then."""
     try:
         directory.write_plan(plan_json(plan))
-        observer = RunObserver(directory, console)
-        fan_out = _fan_out(plan, settings.ssh, observer, _keeping_plan(settings.preflight, directory), finish)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(fan_out).exit_code
-    except RefusedError as refused:
-        directory.write_receipt(refusal_json(plan, refused, time.monotonic() - began_s))
+        directory.reserve_receipt(4096 + 2048 * plan.nnodes + 512 * plan.world_size)
+    except JobError:
+        with contextlib.suppress(OSError):
+            directory.remove()
         raise
-    finally:
-        directory.close()
-        with contextlib.suppress(KeyboardInterrupt):  # of a slow terminal, not of the job
-            console.close(FLUSH_LIMIT_S)
 
 
 def _keeping_plan(preflight: PreflightSettings | None, directory: RunDirectory) -> PreflightSettings | None:
@@ -123,59 +214,99 @@ def _keeping_plan(preflight: PreflightSettings | None, directory: RunDirectory) 
 
 async def _fan_out(
     plan: Plan,
-    ssh: SshSettings,
+    settings: LaunchSettings,
     observer: RunObserver,
-    preflight: PreflightSettings | None,
-    finish: Callable[[Ledger], None],
+    gate: SignalGate,
+    book: RunBook,
 ) -> Ledger:
-    fanout = Fanout(plan, SshConnector(ssh), observer, preflight)
+    connector = SshConnector(settings.ssh)
+    fanout = Fanout(plan, connector, observer, settings.preflight, settings.holds)
+    fanout.bundle, fanout.outputs_to = settings.bundle, book.paths.outputs
+    connector.tell = fanout.tell
     observer.ledger = fanout.ledger
-    with _signals_to(fanout):
+    with _signals_to(fanout, gate):
         ledger = await fanout.run()
-        finish(ledger)  # here, where a signal is still ours: an impatient one must not cost the receipt
+        book.finish(fanout.checked.plan if fanout.checked else plan, ledger, fanout.checked)
         return ledger
 
 
 @contextlib.contextmanager
-def _signals_to(fanout: Fanout) -> Iterator[None]:
+def _signals_to(fanout: Fanout, gate: SignalGate) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in ENDING_SIGNALS:
-        loop.add_signal_handler(number, fanout.interrupt, number)
     loop.add_signal_handler(signal.SIGTSTP, fanout.tell, NOT_SUSPENDED)
     try:
-        yield
+        with gate.to(loop, fanout.interrupt):
+            yield
     finally:
-        for number in (*ENDING_SIGNALS, signal.SIGTSTP):
-            loop.remove_signal_handler(number)
+        loop.remove_signal_handler(signal.SIGTSTP)
 
 
 def check_nodes(
-    plan: Plan, ssh: SshSettings, preflight: PreflightSettings, terminal: Terminal, *, as_json: bool
+    plan: Plan,
+    ssh: SshSettings,
+    preflight: PreflightSettings,
+    terminal: Terminal,
+    *,
+    as_json: bool,
+    bundle: Bundle | None = None,
 ) -> int:
     """Check the nodes of a plan, show what was found, and return the exit code.
 
     Raises RefusedError where nodes cannot be checked, unless that is shown as data too.
     """
-    console = Console(terminal, [ShownNode(node.node_rank, node.node_id, node.ranks) for node in plan.nodes])
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            ledger, result = runner.run(_check(plan, ssh, preflight, console))
-        if result is None:
-            return ledger.exit_code
-        if result.problems and not as_json:
-            raise result.error()
-        console.data(check_json(plan, result) if as_json else render_check(plan, result))
-        return REFUSED if result.failures or result.problems else 0
-    finally:
-        console.close(FLUSH_LIMIT_S)
+    _open_files(plan)
+    console = Console(terminal, _shown_nodes(plan))
+    with SignalGate() as gate:
+        try:
+            with _event_loop() as runner:
+                ledger, result = runner.run(_check(plan, ssh, preflight, console, gate, bundle))
+            if result is None:
+                exit_code = ledger.exit_code
+            elif result.problems and not as_json:
+                raise result.error()
+            else:
+                console.data(check_json(plan, result) if as_json else render_check(plan, result))
+                exit_code = REFUSED if result.failures or result.problems else 0
+        finally:
+            console.close(FLUSH_LIMIT_S, lambda: gate.hurried)
+        gate.leave_with(exit_code)
+    return exit_code
 
 
 async def _check(
-    plan: Plan, ssh: SshSettings, preflight: PreflightSettings, console: Console
+    plan: Plan,
+    ssh: SshSettings,
+    preflight: PreflightSettings,
+    console: Console,
+    gate: SignalGate,
+    bundle: Bundle | None,
 ) -> tuple[Ledger, PreflightResult | None]:
-    fanout = Fanout(plan, SshConnector(ssh), console, preflight)
-    with _signals_to(fanout):
+    connector = SshConnector(ssh)
+    fanout = Fanout(plan, connector, console, preflight)
+    fanout.bundle = bundle
+    connector.tell = fanout.tell
+    with _signals_to(fanout, gate):
         return fanout.ledger, await fanout.check()
+
+
+@contextlib.contextmanager
+def _event_loop() -> Iterator[asyncio.Runner]:
+    """A loop whose end does not wait for a name server that does not answer."""
+    factory = _loop_factory()
+    runner = asyncio.Runner(loop_factory=factory)
+    runner.get_loop().set_default_executor(_Unwaited())
+    try:
+        yield runner
+    finally:
+        if factory is None:
+            runner.close()  # uvloop's would wait for every name that is being looked up, and the process ends soon
+
+
+class _Unwaited(ThreadPoolExecutor):
+    """Threads that nobody waits for."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

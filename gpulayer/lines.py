@@ -177,14 +177,14 @@ class LineSplitter:
         return seen and now - self._touched_s >= PARTIAL_S
 
     def _take_partial(self) -> bytes:
-        keep = _unfinished_bytes(self._pending)
+        keep = unfinished_bytes(self._pending)
         cut = len(self._pending) - keep
         partial = bytes(self._pending[:cut])
         del self._pending[:cut]
         return partial + b"\n" if partial else b""
 
 
-def _unfinished_bytes(data: bytearray) -> int:
+def unfinished_bytes(data: bytes | bytearray) -> int:
     """Return how many bytes at the end are the beginning of a UTF-8 character (0 to 3)."""
     for count in range(1, min(3, len(data)) + 1):
         byte = data[-count]

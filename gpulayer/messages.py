@@ -6,8 +6,11 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from gpulayer.bundle import bytes_text
 from gpulayer.errors import GpulayerError, NodeError, RefusedError
 from gpulayer.events import (
+    BundleReady,
+    CollectingProgress,
     CommandExited,
     CommandStarted,
     Event,
@@ -19,15 +22,17 @@ from gpulayer.events import (
     NodePrepared,
     NodeSwept,
     Notice,
+    OutputsCollected,
     RankExited,
     RankStarted,
+    SendingProgress,
     Stage,
     StageReached,
 )
 from gpulayer.ranges import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
 PREFIX = "gpulayer: "
@@ -36,19 +41,22 @@ Tone = Literal["plain", "good", "bad", "dim"]
 
 _WAITS_FOR = {
     Stage.CONNECTING: "connecting",
+    Stage.SENDING: "sending the bundle",
     Stage.PREPARING: "checking",
     Stage.STARTING: "starting",
     Stage.ENDING: "ending",
+    Stage.COLLECTING: "collecting the outputs",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ShownNode:
-    """What a screen needs to know of a node: its node rank, its id and the ranks it hosts."""
+    """What a screen needs to know of a node: its node rank, its id, the ranks it hosts, and what starts them."""
 
     node_rank: int
     node_id: str
     ranks: tuple[int, ...]
+    command: str = "torchrun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,11 @@ class Roster:
         """Return the id of one node."""
         node = self.nodes.get(node_rank)
         return node.node_id if node else f"node {node_rank}"
+
+    def command(self, node_rank: int) -> str:
+        """Return what runs on one node, in words."""
+        node = self.nodes.get(node_rank)
+        return node.command if node else "the command"
 
     def fold(self, node_ranks: Iterable[int]) -> str:
         """Return the folded ids of some nodes, in node order."""
@@ -102,7 +115,8 @@ def describe_event(event: Event, roster: Roster, where: Path | None = None) -> M
 
 def _running(roster: Roster, where: Path | None) -> Message:
     ranks = sum(len(node.ranks) for node in roster.nodes.values())
-    text = f"{_count(ranks, 'rank')} on {_count(len(roster.nodes), 'node')}, {roster.fold(roster.nodes)}"
+    what = _count(ranks, "rank") if ranks else "a command each"
+    text = f"{what} on {_count(len(roster.nodes), 'node')}, {roster.fold(roster.nodes)}"
     return Message(f"running {text}; logs in {where}" if where else f"running {text}", "good")
 
 
@@ -111,13 +125,19 @@ def _connected(event: NodeConnected, roster: Roster) -> Message:
     return Message(text, "dim", detail=True)
 
 
+def _bundle_ready(event: BundleReady, roster: Roster) -> Message:
+    what = f"{bytes_text(event.sent_bytes)} sent" if event.sent_bytes else "nothing sent, it had it"
+    return Message(f"{roster.name(event.node_rank)}: the bundle is there, {what}", "dim", detail=True)
+
+
 def _prepared(event: NodePrepared, roster: Roster) -> Message:
     using = f", interface {event.interface}" if event.interface else ""
     return Message(f"{roster.name(event.node_rank)}: ready{using}", "dim", detail=True)
 
 
 def _command_started(event: CommandStarted, roster: Roster) -> Message:
-    return Message(f"{roster.name(event.node_rank)}: torchrun started, pid {event.pid}", "dim", detail=True)
+    text = f"{roster.name(event.node_rank)}: {roster.command(event.node_rank)} started, pid {event.pid}"
+    return Message(text, "dim", detail=True)
 
 
 def _rank_started(event: RankStarted, roster: Roster) -> Message:
@@ -130,7 +150,8 @@ def _rank_exited(event: RankExited, roster: Roster) -> Message:
 
 
 def _command_exited(event: CommandExited, roster: Roster) -> Message:
-    return _ending(f"torchrun on {roster.name(event.node_rank)} {describe_status(event.status)}", event.status)
+    what = f"{roster.command(event.node_rank)} on {roster.name(event.node_rank)}"
+    return _ending(f"{what} {describe_status(event.status)}", event.status)
 
 
 def _ending(text: str, status: ExitStatus) -> Message:
@@ -152,16 +173,31 @@ def _ended(event: NodeEnded, roster: Roster) -> Message | None:
     return Message(f"{roster.name(event.node_rank)}: not all output arrived; it is kept there in {event.kept}", "bad")
 
 
+def _collected(event: OutputsCollected, roster: Roster) -> Message:
+    name, files = roster.name(event.node_rank), _count(event.files, "output file")
+    lines = [f"{name}: {files} here, {bytes_text(event.size_bytes)}", *(f"  {text}" for text in event.problems)]
+    return Message("\n".join(lines), "bad" if event.problems else "dim", detail=True)
+
+
+def describe_alike(text: str, node_ranks: Sequence[int], roster: Roster, *, lost: bool) -> Message:
+    """Word what came of several nodes at once: that they are lost for one reason, or one notice."""
+    names = roster.fold(node_ranks)
+    if lost:
+        return Message(f"{names} {'are' if len(node_ranks) > 1 else 'is'} lost: {text}", "bad")
+    return Message(f"{names}: {text}")
+
+
 def _lost(event: NodeLost, roster: Roster) -> Message:
-    return Message(f"{roster.name(event.node_rank)} is lost: {event.reason}", "bad")
+    return describe_alike(event.reason, [event.node_rank], roster, lost=True)
 
 
 def _notice(event: Notice, roster: Roster) -> Message:
-    return Message(f"{roster.fold(event.node_ranks)}: {event.text}" if event.node_ranks else event.text)
+    return describe_alike(event.text, event.node_ranks, roster, lost=False) if event.node_ranks else Message(event.text)
 
 
 _WORDS: dict[type[Event], Callable[..., Message | None]] = {
     NodeConnected: _connected,
+    BundleReady: _bundle_ready,
     NodePrepared: _prepared,
     CommandStarted: _command_started,
     RankStarted: _rank_started,
@@ -169,6 +205,7 @@ _WORDS: dict[type[Event], Callable[..., Message | None]] = {
     CommandExited: _command_exited,
     NodeSwept: _swept,
     NodeEnded: _ended,
+    OutputsCollected: _collected,
     NodeLost: _lost,
     Notice: _notice,
 }
@@ -181,6 +218,8 @@ class Waiting:
     roster: Roster
     stage: Stage | None = None
     since_s: float = 0.0
+    progress: str = ""
+    collecting: tuple[int, ...] = ()
     _past: dict[Stage, set[int]] = field(default_factory=lambda: {stage: set() for stage in Stage})
     _over: set[int] = field(default_factory=set)
     _ranks: dict[int, set[int]] = field(default_factory=dict)
@@ -192,12 +231,16 @@ class Waiting:
                 self.enter(event.stage, at_s)
             case NodeConnected():
                 self._past[Stage.CONNECTING].add(event.node_rank)
+            case SendingProgress() | CollectingProgress():
+                self._take_progress(event)
+            case BundleReady():
+                self._past[Stage.SENDING].add(event.node_rank)
             case NodeChecked() | NodePrepared():
                 self._past[Stage.PREPARING].add(event.node_rank)
             case CommandExited():
                 self._past[Stage.STARTING].add(event.node_rank)
-            case RankStarted():
-                self._rank_started(event)
+            case RankStarted() | CommandStarted():
+                self._started(event)
             case NodeEnded() | NodeLost():
                 self._over.add(event.node_rank)
 
@@ -218,15 +261,27 @@ class Waiting:
             return ""
         total = len(self.roster.nodes)
         share = f", {total - len(missing)} of {total} done" if total > 1 else ""
-        return f"{_WAITS_FOR[stage]}{share}, waiting for {self.roster.fold(missing)} ({now - self.since_s:.0f} s)"
+        what = _WAITS_FOR[stage] + (self.progress if stage in (Stage.SENDING, Stage.COLLECTING) else "")
+        return f"{what}{share}, waiting for {self.roster.fold(missing)} ({now - self.since_s:.0f} s)"
+
+    def _take_progress(self, event: SendingProgress | CollectingProgress) -> None:
+        if isinstance(event, CollectingProgress):
+            done_bytes, self.collecting = event.received_bytes, event.node_ranks
+        else:
+            done_bytes = event.sent_bytes
+        done = f"{bytes_text(done_bytes)} of {bytes_text(event.total_bytes)}"
+        self.progress = f", {done} at {bytes_text(event.bytes_per_s)}/s"
 
     def _missing(self, stage: Stage) -> list[int]:
+        if stage is Stage.COLLECTING:
+            return list(self.collecting)
         past = self._past[stage] | self._over
         return [node_rank for node_rank in self.roster.nodes if node_rank not in past]
 
-    def _rank_started(self, event: RankStarted) -> None:
+    def _started(self, event: RankStarted | CommandStarted) -> None:
         seen = self._ranks.setdefault(event.node_rank, set())
-        seen.add(event.rank)
+        if isinstance(event, RankStarted):
+            seen.add(event.rank)
         node = self.roster.nodes.get(event.node_rank)
         if node and seen.issuperset(node.ranks):
             self._past[Stage.STARTING].add(event.node_rank)

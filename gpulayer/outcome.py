@@ -5,6 +5,7 @@ fanout feeds it and asks what to do; report.py and the receipt print what it hol
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,16 +20,20 @@ from gpulayer.events import (
     NodePrepared,
     NodeStopping,
     NodeSwept,
+    OutputsCollected,
     RankExited,
     RankStarted,
     Survivor,
     Tail,
 )
+from gpulayer.untrusted import one_line
 
 EXIT_FAILED = 1
 EXIT_LOST = 4
 EXIT_UNCLEAN = 5
+EXIT_LOGS_LOST = 6
 EXIT_TIMEOUT = 124
+LONGEST_ERROR = 200
 
 
 class CauseKind(StrEnum):
@@ -51,6 +56,15 @@ class Fate(StrEnum):
     LOST = "lost"
     NEVER_STARTED = "never started"
     RUNNING = "running"
+
+
+class Verified(StrEnum):
+    """Who has looked whether anything of the job is left on a node."""
+
+    SUPERVISOR = "by the supervisor"
+    SECOND_LOGIN = "by a second login"
+    NOT = "not"
+    NOTHING_STARTED = "nothing was started"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +99,36 @@ class NodeRecord:
     ended_s: float | None = None
     rank_pids: dict[int, int] = field(default_factory=dict)
     rank_statuses: dict[int, ExitStatus] = field(default_factory=dict)
+    rank_errors: dict[int, str] = field(default_factory=dict)
     status: ExitStatus | None = None
     stopping: bool = False
     failed: bool = False
     lost: str = ""
     supervisor_died: bool = False
     swept: bool = False
+    swept_again: bool = False  # by a second login, the node's own supervisor being lost
     survivors: tuple[Survivor, ...] = ()
     over: bool = False
     kept: str = ""
+    has_outputs: bool = False
+    collected: OutputsCollected | None = None
+
+    @property
+    def may_have_outputs(self) -> bool:
+        """There may be something for the user on the node, and nothing of the job is there that could change it."""
+        return self.has_outputs or bool(self.lost and self.started_s is not None and self.clean)
 
     @property
     def clean(self) -> bool:
         """Verified: nothing of the job is alive there, or nothing was ever started."""
         return (self.swept and not self.survivors) or self.started_s is None
+
+    @property
+    def verified(self) -> Verified:
+        """Who has looked, whatever was seen."""
+        if self.swept:
+            return Verified.SECOND_LOGIN if self.swept_again else Verified.SUPERVISOR
+        return Verified.NOTHING_STARTED if self.started_s is None else Verified.NOT
 
     @property
     def may_still_run(self) -> bool:
@@ -110,8 +140,10 @@ class NodeRecord:
 
     @property
     def joined(self) -> bool:
-        """All ranks were seen running, or the command has come and gone."""
-        return len(self.rank_pids) == len(self.ranks) or self.status is not None
+        """All ranks were seen running, or the command where there are none, or it has come and gone."""
+        if self.status is not None:
+            return True
+        return len(self.rank_pids) == len(self.ranks) if self.ranks else self.started_s is not None
 
     @property
     def fate(self) -> Fate:
@@ -124,6 +156,8 @@ class NodeRecord:
             return Fate.FAILED
         if self.status is None:
             return Fate.STOPPED if self.over else Fate.RUNNING
+        if self.stopping and not self.ranks:
+            return Fate.STOPPED  # a command that was told to end may well exit with 0
         return Fate.SUCCEEDED if self.status.ok else Fate.STOPPED
 
 
@@ -133,6 +167,7 @@ class Ledger:
     def __init__(self, nodes: list[NodeRecord]) -> None:
         self.nodes = nodes
         self.cause: Cause | None = None
+        self.logs_lost = False  # something that the run directory should hold could not be written
 
     def apply(self, event: Event, at_s: float) -> None:
         """Take note of one event."""
@@ -151,16 +186,25 @@ class Ledger:
             case NodeStopping():
                 node.stopping = True
             case NodeSwept():
-                node.swept, node.survivors = True, event.survivors
-            case NodeEnded():
-                node.over, node.kept, node.ended_s = True, event.kept, at_s
+                node.swept, node.swept_again, node.survivors = True, bool(node.lost), event.survivors
             case RankExited() | CommandExited() | NodeLost():
                 self._apply_ending(event, node, at_s)
+            case _:
+                self._apply_rest(event, node, at_s)
+
+    def _apply_rest(self, event: Event, node: NodeRecord, at_s: float) -> None:
+        match event:
+            case NodeEnded():
+                node.over, node.kept, node.ended_s, node.has_outputs = True, event.kept, at_s, event.outputs
+            case OutputsCollected():
+                node.collected, node.kept = event, node.kept or event.kept
 
     def _apply_ending(self, event: RankExited | CommandExited | NodeLost, node: NodeRecord, at_s: float) -> None:
         match event:
             case RankExited():
                 node.rank_statuses[event.rank] = event.status
+                if text := first_error(event.tail.error_file):
+                    node.rank_errors[event.rank] = text
                 if not event.status.ok and event.status != ExitStatus() and not node.stopping:
                     node.failed = True
                     self._blame(Cause(CauseKind.RANK, at_s, node.node_rank, event.rank, event.status, event.tail))
@@ -193,6 +237,11 @@ class Ledger:
         self._blame(Cause(CauseKind.JOIN_TIMEOUT, at_s, detail=f"{limit_s:g} s", missing=missing))
 
     @property
+    def outputs_lost(self) -> bool:
+        """Something that the job left for its user did not come back."""
+        return any(node.collected and node.collected.problems for node in self.nodes)
+
+    @property
     def all_joined(self) -> bool:
         """Every node's ranks have started."""
         return all(node.joined for node in self.nodes)
@@ -206,10 +255,20 @@ class Ledger:
             return EXIT_UNCLEAN
         match self.cause.kind if self.cause else None:
             case None:
-                return 0
+                return EXIT_LOGS_LOST if self.logs_lost or self.outputs_lost else 0
             case CauseKind.TIMEOUT:
                 return EXIT_TIMEOUT
             case CauseKind.LOST:
                 return EXIT_LOST
             case _:
                 return EXIT_FAILED
+
+
+def first_error(error_file: bytes) -> str:
+    """Return the first line of the message in torchrun's error.json, "" where it is not as expected."""
+    try:
+        message = json.loads(error_file)["message"]
+        text = message if isinstance(message, str) else message["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return one_line(text.strip().partition("\n")[0].strip(), LONGEST_ERROR) if isinstance(text, str) else ""

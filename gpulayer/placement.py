@@ -1,4 +1,4 @@
-"""Which node has which ranks, and where they meet: `NodePool`, `plan_group`.
+"""Which node has which ranks, and where they meet: `NodePool`, `plan_group`. Who has a node already: `Hold`.
 
 Pure: names are resolved and local addresses recognised by functions that the caller hands in (resolve.py has them).
 """
@@ -6,69 +6,134 @@ Pure: names are resolved and local addresses recognised by functions that the ca
 from __future__ import annotations
 
 import ipaddress
+import itertools
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING
 
-from gpulayer.errors import PlacementError, PoolError
+from gpulayer.errors import HeldError, PlacementError, PoolError
 from gpulayer.hosts import expand, fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gpulayer.hosts import Node
     from gpulayer.resolve import Address
 
     IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+MOST_HOLDERS = 5  # jobs that one error names
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Which job has a node: its id, its user, the login node it runs from, and since when, as seconds of the epoch.
+
+    `waiting`: it does not have the node yet, but comes before whoever asks now.
+    """
+
+    job_id: str
+    user: str
+    login: str
+    since: float
+    waiting: bool = False
+
+    def clock(self, fmt: str = "%H:%M:%S") -> str:
+        """Return the time of day since when, with its date where that is not today's."""
+        since = datetime.fromtimestamp(self.since)
+        return since.strftime(fmt if since.date() == datetime.now().date() else f"%Y-%m-%d {fmt}")
+
+    def __str__(self) -> str:
+        """Who it is, in the words of an error."""
+        return f"job {self.job_id} of {self.user} on {self.login} since {self.clock()}"
+
 
 class NodePool:
-    """The nodes that are free, in the order of the hosts map."""
+    """The nodes that are free, in the order of the hosts map. `held`: by node id, those that other jobs have."""
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self._free = {node.id: node for node in nodes}
+    def __init__(self, nodes: Iterable[Node], held: Mapping[str, Hold] | None = None) -> None:
+        self._left = {node.id: node for node in nodes}
+        self._held = {node_id: hold for node_id, hold in (held or {}).items() if node_id in self._left}
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The ids that are left."""
-        return tuple(self._free)
+        """The ids that are left and free."""
+        return tuple(node_id for node_id in self._left if node_id not in self._held)
 
     def narrow(self, nodelist: str | None, exclude: str | None) -> NodePool:
         """Return the pool of the nodes in `nodelist` (None: all) without those in `exclude`, map order kept.
 
         Both are written as in `gpu-[03-05],head`. Raises PoolError for ids that this pool does not have.
         """
-        wanted = self._known("--nodelist", nodelist) if nodelist is not None else set(self._free)
+        wanted = self._known("--nodelist", nodelist) if nodelist is not None else set(self._left)
         unwanted = self._known("--exclude", exclude) if exclude is not None else set()
-        return NodePool(node for node in self._free.values() if node.id in wanted - unwanted)
+        return NodePool((node for node in self._left.values() if node.id in wanted - unwanted), self._held)
 
     def acquire(self, n: int | None) -> tuple[str, ...]:
-        """Take the first `n` nodes (None: all) out of the pool and return their ids.
+        """Take the first `n` free nodes out of the pool and return their ids. None asks for all, held ones too.
 
-        Raises PoolError for less than one node and for more nodes than are left.
+        Raises PoolError for less than one node and for more nodes than there are, HeldError for more than are free.
         """
         if n is not None and n < 1:
             raise PoolError(f"asked for {n} nodes, a job needs at least 1")
-        if not self._free:
+        if not self._left:
             raise PoolError("no node is left to draw", hint="`--nodelist` and `--exclude` leave none over")
-        if n is not None and n > len(self._free):
-            left = "1 is left" if len(self._free) == 1 else f"{len(self._free)} are left"
+        if n is not None and n > len(self._left):
+            left = "1 is left" if len(self._left) == 1 else f"{len(self._left)} are left"
             raise PoolError(
-                f"asked for {n} nodes, {left}: {fold(self._free)}",
+                f"asked for {n} nodes, {left}: {fold(self._left)}",
                 hint="ask for fewer with `--nnodes`, or add nodes to the hosts map",
             )
-        return tuple([self._free.pop(node_id).id for node_id in tuple(self._free)[:n]])
+        wanted = len(self._left) if n is None else n
+        if wanted > len(self.ids):
+            raise self._too_few(wanted)
+        return tuple([self._left.pop(node_id).id for node_id in self.ids[:wanted]])
+
+    def _too_few(self, wanted: int) -> HeldError:
+        free = self.ids
+        fewer = "or ask for fewer with `--nnodes`" if free else "or name others with `--nodelist`"
+        return HeldError(
+            f"asked for {_count(wanted)}, {_free_words(free)}; {'; '.join(self._holders())}",
+            hint=f"wait for them with `--wait`, {fewer}",
+        )
+
+    def _holders(self) -> list[str]:
+        """Say which nodes are held by whom; from the sixth job on only how many there are."""
+        jobs: dict[Hold, list[str]] = {}
+        for node_id in self._left:
+            if node_id in self._held:
+                jobs.setdefault(self._held[node_id], []).append(node_id)
+        said = []
+        for hold, ids in list(jobs.items())[:MOST_HOLDERS]:
+            said.append(f"{fold(ids)} {_are(ids)} {'waited for' if hold.waiting else 'held'} by {hold}")
+        if more := list(jobs.values())[MOST_HOLDERS:]:
+            others = [node_id for ids in more for node_id in ids]
+            said.append(f"{fold(others)} {_are(others)} held by {len(more)} more")
+        return said
 
     def _known(self, option: str, text: str) -> set[str]:
         ids = expand(text) if text.strip() else []
         if not ids:
             raise PoolError(f"`{option}` names no node", hint="leave it out, or write ids as in `gpu-[01-04],gpu-07`")
-        unknown = [node_id for node_id in ids if node_id not in self._free]
+        unknown = [node_id for node_id in ids if node_id not in self._left]
         if unknown:
             raise PoolError(
                 f"`{option}` names {fold(unknown)}, which the hosts map does not have",
-                hint=f"the hosts map has {fold(self._free)}",
+                hint=f"the hosts map has {fold(self._left)}",
             )
         return set(ids)
+
+
+def _count(nodes: int) -> str:
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
+
+
+def _free_words(ids: Sequence[str]) -> str:
+    return f"{len(ids)} {_are(ids)} free: {fold(ids)}" if ids else "none is free"
+
+
+def _are(ids: Sequence[str]) -> str:
+    return "is" if len(ids) == 1 else "are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +210,22 @@ def plan_group(
         placed.append(PlacedNode(node, node_rank, count, tuple(range(first, first + count)), address.value))
         first += count
     return Placement(tuple(placed), master_port, practice)
+
+
+def by_address(nodes: Sequence[Node], addresses: Mapping[str, str]) -> list[Node]:
+    """Return the nodes in the order of their addresses as texts, as torchrun's c10d rendezvous numbers them.
+
+    `addresses` are by node id. Raises PlacementError where two have the same.
+    """
+    ordered = sorted(nodes, key=lambda node: addresses[node.id])
+    for one, other in itertools.pairwise(ordered):
+        if addresses[one.id] == addresses[other.id]:
+            raise PlacementError(
+                f"c10d numbers nodes by their addresses, and {one.id} and {other.id} have the same: "
+                f"{addresses[one.id]}",
+                hint="leave out `--rendezvous c10d`, or draw one of them",
+            )
+    return ordered
 
 
 def _process_counts(nodes: Sequence[Node], nproc_per_node: int | None) -> list[int]:

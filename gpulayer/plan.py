@@ -5,25 +5,36 @@ What `render` prints and what `run` sends is this very object. A placeholder tha
 
 from __future__ import annotations
 
+import hashlib
+import json
+import posixpath
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from gpulayer import __version__
 from gpulayer.errors import JobError, PlaceholderError
 from gpulayer.hosts import fold
-from gpulayer.job import EnvValue, check_env_name, looks_secret
-from gpulayer.torchrun import ESCAPE, PLACEHOLDERS, placeholder_values, substitute, survivors, torchrun_argv
+from gpulayer.job import DistributedJob, EnvValue, check_env_name
+from gpulayer.launchers import check_launcher
+from gpulayer.masks import MASK, Part, Secrets, shown
+from gpulayer.parts import NodePart
+from gpulayer.placeholders import ESCAPE, PLACEHOLDERS, placeholder_values, substitute, survivors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from datetime import datetime
     from pathlib import Path
 
-    from gpulayer.job import DistributedJob
+    from gpulayer.bundle import BundleRef
+    from gpulayer.job import LauncherName, RendezvousKind
+    from gpulayer.launchers import Launcher
     from gpulayer.placement import PlacedNode, Placement
+    from gpulayer.recipe import Recipe
 
 PLAN_VERSION = 1
-MASK = "***"
+BUNDLE_FOLDER = "work"  # in the job's folder on a node (node_bundle.py)
+OUTPUT_FOLDER = "outputs"  # the same (node_outputs.py)
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -32,8 +43,11 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class NodeCommand:
     """One node's part: where to log in, what to run there, in which folder, with which environment.
 
-    `env` holds real values, secrets included: show `shown_env()` to people and in files. `job_dir` is made on the node
-    and lives as long as the job. `interface` is None when the node is to choose it by `address`.
+    `env` and `argv` hold real values, secrets included: show `shown_env()` and `shown_argv()` to people and in files.
+    From word `script_at` on, `argv` is the user's. `ranks` is empty where the launcher starts none; `nproc_per_node` is
+    then what a command may want to know. `job_dir` is made on the node and lives as long as the job. `interface` is
+    None when the node is to choose it by `address`. `gpus` are the device indices where the node is a part of a
+    machine, None where it is all of it. `outputs` are patterns of files in `workdir` that come back at the end.
     """
 
     node_rank: int
@@ -46,21 +60,47 @@ class NodeCommand:
     ranks: tuple[int, ...]
     workdir: str
     argv: tuple[str, ...]
+    script_at: int
     env: Mapping[str, str]
     python: str
     job_dir: str
     interface: str | None
+    gpus: tuple[int, ...] | None = None
+    outputs: tuple[str, ...] = ()
 
     def shown_env(self) -> dict[str, str]:
-        """Return `env` with MASK for the values whose names look secret."""
-        return {name: MASK if looks_secret(name) else value for name, value in self.env.items()}
+        """Return `env` with MASK for what is secret."""
+        secrets = Secrets(self.env)
+        return {name: shown(secrets.variable(name)) for name in self.env}
+
+    def shown_argv(self) -> list[str]:
+        """Return `argv` with MASK for what is secret among the script's arguments."""
+        return [shown(parts) for parts in self.argv_parts()]
+
+    def argv_parts(self) -> list[list[Part]]:
+        """Return `argv`, each word in parts."""
+        script = self.script_at
+        return [*([Part(word)] for word in self.argv[:script]), *Secrets(self.env).words(self.argv[script:])]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptFile:
+    """The script of a job where the login node has it too. `sha256` None: it cannot be read here."""
+
+    path: str
+    sha256: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One job, ready to be sent: its nodes in node order, the rendezvous, and its limits in seconds."""
+    """One job, ready to be sent: its nodes in node order, the rendezvous, and its limits in seconds.
+
+    `recipe` is what it was made from, None where it cannot be made again. `gpulayer` is the version that made it.
+    """
 
     job_id: str
+    launcher: LauncherName
+    rendezvous: RendezvousKind
     nodes: tuple[NodeCommand, ...]
     master_addr: str
     master_port: int
@@ -70,12 +110,36 @@ class Plan:
     grace_s: float
     lost_after_s: float
     timeout_s: float | None
+    max_output_bytes: int = DistributedJob.model_fields["max_output_bytes"].default
+    script: ScriptFile | None = None
+    bundle: BundleRef | None = None
+    recipe: Recipe | None = None
+    gpulayer: str = __version__
     version: int = PLAN_VERSION
+
+    @property
+    def digest(self) -> str:
+        """What names this plan and no other: `sha256:...`. Secrets do not count."""
+        return digest_of(plan_json(self))
 
     @property
     def nnodes(self) -> int:
         """How many nodes the job has."""
         return len(self.nodes)
+
+    def secrets(self) -> Secrets:
+        """Return what is to be hidden of texts about the job."""
+        return Secrets({}, [item for node in self.nodes for item in node.env.items()])
+
+    @property
+    def command_name(self) -> str:
+        """What runs on a node, in words: torchrun, or another launcher, or the command itself."""
+        return "the command" if self.launcher == "command" else self.launcher
+
+    @property
+    def has_ranks(self) -> bool:
+        """True where the launcher starts ranks, which are watched."""
+        return any(node.ranks for node in self.nodes)
 
     @property
     def world_size(self) -> int:
@@ -103,22 +167,28 @@ def check_job_id(job_id: str) -> str:
     return job_id
 
 
-def build_plan(job: DistributedJob, placement: Placement, job_id: str, cwd: Path) -> Plan:
+def build_plan(
+    job: DistributedJob, placement: Placement, job_id: str, cwd: Path, bundle: BundleRef | None = None
+) -> Plan:
     """Resolve everything for every node. `cwd` is the folder that gpulayer was started in.
 
     It is the working directory of nodes that name none, and then data: neither substituted nor refused. A relative
-    `--workdir` starts from it. Raises PlaceholderError when a `$NAME`, `${NAME}` or `$(...)` would be left anywhere,
-    and JobError when the environment or the job id cannot be had.
+    `--workdir` starts from it. With a bundle, the working directory is a copy of that, or a folder in it. Raises
+    PlaceholderError when a `$NAME`, `${NAME}` or `$(...)` would be left anywhere, and JobError when the environment or
+    the job id cannot be had.
     """
     check_job_id(job_id)
+    launcher = check_launcher(job, placement)
     environments = [_typed_env(job, placed.node.id, placed.node.env) for placed in placement.nodes]
     _refuse_survivors(job, placement, environments)
     nodes = tuple(
-        _node_command(job, placement, placed, job_id, env, cwd)
+        _node_command(launcher, NodePart(job, placement, placed, job_id, _job_dir(placed, job_id)), env, cwd)
         for placed, env in zip(placement.nodes, environments, strict=True)
     )
     return Plan(
         job_id=job_id,
+        launcher=job.launcher,
+        rendezvous=job.rendezvous.kind,
         nodes=nodes,
         master_addr=placement.master_addr,
         master_port=placement.master_port,
@@ -128,24 +198,23 @@ def build_plan(job: DistributedJob, placement: Placement, job_id: str, cwd: Path
         grace_s=job.grace_s,
         lost_after_s=job.lost_after_s,
         timeout_s=job.timeout_s,
+        max_output_bytes=job.max_output_bytes,
+        bundle=bundle,
     )
 
 
-def _node_command(
-    job: DistributedJob,
-    placement: Placement,
-    placed: PlacedNode,
-    job_id: str,
-    env: Mapping[str, EnvValue],
-    cwd: Path,
-) -> NodeCommand:
-    node = placed.node
-    values = placeholder_values(placement, placed, job_id)
+def _job_dir(placed: PlacedNode, job_id: str) -> str:
+    return f"{placed.node.scratch.rstrip('/')}/gpulayer-{job_id}-n{placed.node_rank}"
+
+
+def _node_command(launcher: Launcher, part: NodePart, env: Mapping[str, EnvValue], cwd: Path) -> NodeCommand:
+    job, placed, node = part.job, part.placed, part.placed.node
+    values = placeholder_values(part.placement, placed, part.job_id)
     resolved = {name: item.value if item.literal else substitute(item.value, values) for name, item in env.items()}
-    workdir = job.workdir or node.workdir
     typed_interface = job.interface or node.interface
     interface = substitute(typed_interface, values) if typed_interface else None
-    job_dir = f"{node.scratch.rstrip('/')}/gpulayer-{job_id}-n{placed.node_rank}"
+    made = launcher.render(part)
+    added = _added_env(launcher, part, resolved, interface)
     return NodeCommand(
         node_rank=placed.node_rank,
         node_id=node.id,
@@ -154,14 +223,25 @@ def _node_command(
         port=node.port,
         address=placed.address,
         nproc_per_node=placed.nproc_per_node,
-        ranks=placed.ranks,
-        workdir=str(cwd / substitute(workdir, values)) if workdir else str(cwd),
-        argv=torchrun_argv(job, placement, placed, job_id, log_dir=f"{job_dir}/ranks"),
-        env=resolved | _added_env(job, placement, placed, job_id, resolved, interface),
-        python=job.python or node.python,
-        job_dir=job_dir,
+        ranks=placed.ranks if launcher.has_ranks else (),
+        workdir=_workdir(part, values, cwd),
+        argv=made.argv,
+        script_at=made.script_at,
+        env=resolved | dict(made.env) | added,
+        python=part.python,
+        job_dir=part.job_dir,
         interface=interface,
+        gpus=node.gpus if isinstance(node.gpus, tuple) else None,
+        outputs=tuple(substitute(one, values) for one in job.outputs),
     )
+
+
+def _workdir(part: NodePart, values: Mapping[str, str], cwd: Path) -> str:
+    job = part.job
+    if job.bundle is not None:  # what the map says of folders is about those that are there already
+        return posixpath.normpath(f"{part.job_dir}/{BUNDLE_FOLDER}/{substitute(job.workdir or '.', values)}")
+    workdir = job.workdir or part.placed.node.workdir
+    return str(cwd / substitute(workdir, values)) if workdir else str(cwd)
 
 
 def _typed_env(job: DistributedJob, node_id: str, node_env: Mapping[str, str]) -> dict[str, EnvValue]:
@@ -171,17 +251,10 @@ def _typed_env(job: DistributedJob, node_id: str, node_env: Mapping[str, str]) -
     return {name: EnvValue(value) for name, value in node_env.items()} | dict(job.env)
 
 
-def _added_env(
-    job: DistributedJob,
-    placement: Placement,
-    placed: PlacedNode,
-    job_id: str,
-    env: Mapping[str, str],
-    interface: str | None,
-) -> dict[str, str]:
+def _added_env(launcher: Launcher, part: NodePart, env: Mapping[str, str], interface: str | None) -> dict[str, str]:
     """Return what gpulayer adds. What the user set stays, unless it contradicts an option: then JobError."""
-    gpus = placed.node.gpus
-    demanded = {"GPULAYER_JOB_ID": (job_id, "--job-id")}
+    job, placed, gpus = part.job, part.placed, part.placed.node.gpus
+    demanded = {"GPULAYER_JOB_ID": (part.job_id, "--job-id")}
     if isinstance(gpus, tuple):
         demanded["CUDA_VISIBLE_DEVICES"] = (",".join(map(str, gpus)), "gpus")
     if job.comm_backend is not None:
@@ -198,10 +271,12 @@ def _added_env(
         added |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", "TP_SOCKET_IFNAME": interface}
     if isinstance(gpus, tuple):
         added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own default is fastest first
+    added["GPULAYER_OUTPUT_DIR"] = f"{part.job_dir}/{OUTPUT_FOLDER}"
     added["PYTHONUNBUFFERED"] = "1"  # the last lines before a SIGKILL are the ones that are wanted
-    # torchrun's own patience with ranks that ignore SIGTERM, 30 s if unset, must end before gpulayer's.
-    added["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(job.grace_s) - 1))
-    if any(other.nproc_per_node > 1 for other in placement.nodes):
+    if launcher.has_ranks:
+        # torchrun's own patience with ranks that ignore SIGTERM, 30 s if unset, must end before gpulayer's.
+        added["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(job.grace_s) - 1))
+    if launcher.has_ranks and any(other.nproc_per_node > 1 for other in part.placement.nodes):
         # torchrun would set it only where there are several ranks, so that uneven nodes would run differently.
         added["OMP_NUM_THREADS"] = "1"
     return {name: value for name, value in added.items() if name not in env}
@@ -211,9 +286,9 @@ def _refuse_survivors(job: DistributedJob, placement: Placement, environments: l
     """Raise PlaceholderError if anything typed holds a `$NAME` without a value, naming each place once."""
     found: dict[tuple[str, str], list[str]] = {}
     for placed, env in zip(placement.nodes, environments, strict=True):
-        for place, text in _typed_texts(job, placed, env):
+        for place, text, is_secret in _typed_texts(job, placed, env):
             for survivor in survivors(text):
-                found.setdefault((place, survivor), []).append(placed.node.id)
+                found.setdefault((place, f"${MASK}" if is_secret else survivor), []).append(placed.node.id)
     if not found:
         return
     raise PlaceholderError(
@@ -225,16 +300,25 @@ def _refuse_survivors(job: DistributedJob, placement: Placement, environments: l
     )
 
 
-def _typed_texts(job: DistributedJob, placed: PlacedNode, env: Mapping[str, EnvValue]) -> Iterator[tuple[str, str]]:
-    """Yield each text that placeholders apply to on one node, and its place. Arguments count from 1, as in sys.argv."""
-    yield "argument 0 (the script)", job.entrypoint
-    for number, arg in enumerate(job.args, 1):
-        yield f"argument {number}", arg
+def _typed_texts(
+    job: DistributedJob, placed: PlacedNode, env: Mapping[str, EnvValue]
+) -> Iterator[tuple[str, str, bool]]:
+    """Yield each text that placeholders apply to on one node: its place, it, and whether it holds a secret.
+
+    Arguments count from 1, as in sys.argv.
+    """
+    yield "argument 0 (the script)", job.entrypoint, False
+    secrets = Secrets({name: item.value for name, item in env.items()})
+    for number, (arg, parts) in enumerate(zip(job.args, secrets.words(job.args), strict=True), 1):
+        yield f"argument {number}", arg, any(part.variable for part in parts)
     for name, item in env.items():
         if not item.literal:
-            yield f"environment variable `{name}`", item.value
-    yield "the working directory", job.workdir or placed.node.workdir or ""
-    yield "the interface", job.interface or placed.node.interface or ""
+            yield f"environment variable `{name}`", item.value, any(part.variable for part in secrets.variable(name))
+    workdir = job.workdir if job.bundle is not None else job.workdir or placed.node.workdir
+    yield "the working directory", workdir or "", False
+    for pattern in job.outputs:
+        yield f"`--outputs {pattern}`", pattern, False
+    yield "the interface", job.interface or placed.node.interface or "", False
 
 
 def _survivor_text(place: str, survivor: str, node_ids: list[str]) -> str:
@@ -243,11 +327,25 @@ def _survivor_text(place: str, survivor: str, node_ids: list[str]) -> str:
     return f"node {first}: {place}: `{survivor}` has no value there{alike}"
 
 
+def digest_of(document: Mapping[str, object]) -> str:
+    """Return the digest of a plan in its JSON form. A digest that stands in it already does not count."""
+    plain = {key: value for key, value in document.items() if key != "digest"}
+    return f"sha256:{hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(',', ':')).encode()).hexdigest()}"
+
+
 def plan_json(plan: Plan) -> dict[str, object]:
     """Return the plan for scripts and for plan.json: lists, texts and numbers only, secret values masked."""
+    document = _plan_json(plan)
+    return {"version": plan.version, "digest": digest_of(document)} | document
+
+
+def _plan_json(plan: Plan) -> dict[str, object]:
     return {
         "version": plan.version,
+        "gpulayer": plan.gpulayer,
         "job_id": plan.job_id,
+        "launcher": plan.launcher,
+        "rendezvous": plan.rendezvous,
         "nnodes": plan.nnodes,
         "world_size": plan.world_size,
         "uneven": plan.uneven,
@@ -258,6 +356,9 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "grace_s": plan.grace_s,
         "lost_after_s": plan.lost_after_s,
         "timeout_s": plan.timeout_s,
+        "max_output_bytes": plan.max_output_bytes,
+        "bundle": None if plan.bundle is None else asdict(plan.bundle),
+        "script": None if plan.script is None else {"path": plan.script.path, "sha256": plan.script.sha256},
         "nodes": [
             {
                 "node_rank": node.node_rank,
@@ -270,9 +371,15 @@ def plan_json(plan: Plan) -> dict[str, object]:
                 "ranks": list(node.ranks),
                 "workdir": node.workdir,
                 "interface": node.interface,
-                "argv": list(node.argv),
+                "gpus": None if node.gpus is None else list(node.gpus),
+                "python": node.python,
+                "job_dir": node.job_dir,
+                "outputs": list(node.outputs),
+                "argv": node.shown_argv(),
+                "script_at": node.script_at,
                 "env": node.shown_env(),
             }
             for node in plan.nodes
         ],
+        "recipe": None if plan.recipe is None else plan.recipe.json(),
     }

@@ -118,8 +118,8 @@ class Preflight:
     async def run(self) -> PreflightResult:
         """Check everything on all nodes at once. A node that breaks the protocol is one of the result's `problems`."""
         await self._on_each([0], self._reserve)
-        await self._on_each(range(len(self._nodes)), self._ask_facts)
-        await self._on_each([rank for rank in self._facts if rank == 0], self._settle_port)
+        await self._on_each([rank for rank in range(len(self._nodes)) if rank not in self._missing], self._ask_facts)
+        await self._on_each([rank for rank in self._facts if rank == 0], self._settle_port_in_time)
         rendezvous: dict[int, ReachResult] = {}
         mesh: dict[tuple[int, int], ReachResult] = {}
         await self._on_each(self._facts, lambda rank: self._reach(rank, rendezvous, mesh))
@@ -139,8 +139,12 @@ class Preflight:
                 raise result
 
     async def _reserve(self, rank: int) -> None:
-        if not await self._nodes[rank].reserve(self._plan.master_port):
-            self._locked.add(self._plan.master_port)
+        try:
+            async with asyncio.timeout(self._settings.options.limit_s / 2):  # the others are asked after it
+                if not await self._nodes[rank].reserve(self._plan.master_port):
+                    self._locked.add(self._plan.master_port)
+        except TimeoutError:
+            self._missing[rank] = "its rendezvous port"
 
     async def _ask_facts(self, rank: int) -> None:
         node, plan, settings = self._nodes[rank], self._plan, self._settings
@@ -155,6 +159,7 @@ class Preflight:
             scratch=command.job_dir.rpartition("/")[0] or "/",
             nonce=self._nonces[rank],
             smi_limit_s=settings.options.smi_limit_s,
+            command=command.argv[0] if plan.launcher == "command" else None,
         )
         try:
             async with self._time_left():
@@ -167,6 +172,13 @@ class Preflight:
         self._emit(NodeChecked(rank))
         if facts.time_s is not None:
             self._skew_s[rank] = facts.time_s - time.time()
+
+    async def _settle_port_in_time(self, rank: int) -> None:
+        try:
+            async with self._time_left():
+                await self._settle_port(rank)
+        except TimeoutError:
+            self._missing[rank] = "its rendezvous port"
 
     async def _settle_port(self, rank: int) -> None:
         """Reserve the next free port where the default one is taken, and have the plan and the head's probe follow.

@@ -6,6 +6,7 @@ The supervisor starts it as a child with the job's Python and the job's environm
     {"type": "facts", ...}         all that probe_host.py and probe_gpu.py find, told once; opens the listeners
     {"type": "rendezvous", ...}    the head listens on another port instead
     {"type": "reach", ...}         connects to the listeners of other nodes, to all at once
+    {"type": "gpus", ...}          what the vendor's tool says of the GPUs, and nothing else
     {"type": "end"}, end of file   closes everything
 
 A fact that cannot be had is {"error": "why"} and takes no other with it. GPU tools run beside everything else; nothing
@@ -192,6 +193,8 @@ class Probe:
             self._tell_facts(request)
         elif kind == "rendezvous":
             self._say({"type": "rendezvous", **self._open_rendezvous(request["port"])})
+        elif kind == "gpus":
+            self._say({"type": "gpus", "gpu": attempt(lambda: GpuQuery(request["smi_limit_s"]).finish())})
         elif kind == "reach":
             self._deadline = time.monotonic() + request["limit_s"]
             self._attempts = [Attempt(target) for target in request["targets"]]

@@ -17,6 +17,7 @@ import sys
 SHM = "/dev/shm"  # noqa: S108  # looked at, not written to
 LAST_DEFAULT_PORT = 29599
 MOST_FREE_PORTS = 8
+ROOM_BYTES = 1 << 16
 
 # linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h, linux/if_arp.h
 RTM_NEWLINK, RTM_GETLINK, RTM_NEWADDR, RTM_GETADDR = 16, 18, 20, 22
@@ -302,8 +303,20 @@ def no_file(path: str, state: str, detail: str) -> Record:
     return {"path": path, "state": state, "sha256": None, "size_bytes": None, "detail": detail}
 
 
+def command_fact(name: str, workdir: str) -> Record:
+    """Return the program that a command names, as it will be found: by the job's PATH, or from its folder."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    places = [workdir] if "/" in name else [os.path.join(workdir, folder) for folder in folders]
+    for path in [os.path.join(place, name) for place in places]:
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return {"path": path, "state": "ok", "sha256": None, "size_bytes": None, "detail": ""}
+    return no_file(name, "not_found_command", "")
+
+
 def script_fact(request: Record) -> Record | None:
     """Return the file that every rank runs; None where nodes alone are checked."""
+    if request["command"]:
+        return command_fact(request["command"], request["workdir"])
     if request["module"]:
         return module_fact(request["module"], import_path(request["workdir"]))
     if request["script"] is None:
@@ -370,14 +383,18 @@ def workdir_fact(request: Record) -> Record:
 
 
 def scratch_fact(request: Record) -> Record:
-    """Return the room under the scratch folder, and whether a folder can be made in it: tried, then removed."""
+    """Return the room under the scratch folder, and whether a folder with a file can be made in it: tried, removed."""
     path, detail = request["scratch"], ""
     trial = os.path.join(path, ".gpulayer-" + request["nonce"])
     try:
         os.mkdir(trial, 0o700)
-        os.rmdir(trial)
+        with open(trial + "/room", "wb") as file:
+            file.write(bytes(ROOM_BYTES))
     except OSError as error:
         detail = error.strerror or ""
+    for remove, left in ((os.unlink, trial + "/room"), (os.rmdir, trial)):
+        with contextlib.suppress(OSError):
+            remove(left)
     free = os.statvfs(path) if os.path.isdir(path) else None
     free_bytes = free.f_bavail * free.f_frsize if free else None
     return {"path": path, "free_bytes": free_bytes, "writable": not detail, "detail": detail}

@@ -1,4 +1,4 @@
-"""What is wrong with a hosts map, in plain words: TOML's and pydantic's errors, with places as the file writes them."""
+"""What is wrong with a hosts map or a job file, in plain words: pydantic's errors, with places as the file has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gpulayer.errors import HostsFileError
 from gpulayer.values import ValueRefusedError
 
 if TYPE_CHECKING:
-    import tomllib
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
@@ -21,6 +20,8 @@ _MAX_VALUE = 60  # characters of a value that are shown
 _OTHER_WORDS = {
     "host": "ssh", "hostname": "ssh", "ip": "address", "addr": "address", "username": "user", "cwd": "workdir",
     "dir": "workdir", "directory": "workdir", "slots": "gpus", "num_gpus": "gpus", "nproc_per_node": "gpus",
+    "script": "entrypoint", "program": "entrypoint", "command": "entrypoint", "arguments": "args",
+    "nodes": "nnodes", "num_nodes": "nnodes", "backend": "comm_backend", "environment_variables": "env",
     "iface": "interface", "ifname": "interface", "tmp": "scratch", "tmpdir": "scratch", "environment": "env",
 }  # fmt: skip
 _TYPE_WORDS = {
@@ -29,6 +30,8 @@ _TYPE_WORDS = {
     "bool_type": "is not true or false",
     "model_type": "is not a table",
     "dict_type": "is not a table",
+    "float_type": "is not a number",
+    "list_type": "is not a list",
 }
 
 
@@ -42,18 +45,24 @@ class Problem:
 
 
 def fail(path: Path, problems: Iterable[Problem]) -> NoReturn:
-    """Raise one HostsFileError for all problems of a file; a problem found twice is told once."""
+    """Raise one HostsFileError for all problems of a file of nodes."""
+    message, hint = listed(path, problems)
+    raise HostsFileError(message, hint=hint)
+
+
+def listed(path: Path, problems: Iterable[Problem]) -> tuple[str, str | None]:
+    """Return the message and the hint for all problems of a file; a problem found twice is told once."""
     different = list(dict.fromkeys(problems))
     if len(different) == 1:
         problem = different[0]
-        raise HostsFileError(f"{path}: {problem.where} {problem.text}", hint=problem.hint)
+        return f"{path}: {problem.where} {problem.text}", problem.hint
     lines = [
         f"  {problem.where} {problem.text}" + (f"; {problem.hint}" if problem.hint else "")
         for problem in different[:_MAX_PROBLEMS]
     ]
     if len(different) > _MAX_PROBLEMS:
         lines.append(f"  and {len(different) - _MAX_PROBLEMS} more")
-    raise HostsFileError("\n".join([f"{path} has {len(different)} mistakes:", *lines]))
+    return "\n".join([f"{path} has {len(different)} mistakes:", *lines]), None
 
 
 def toml_key(key: str) -> str:
@@ -70,7 +79,10 @@ def shown(value: object) -> str:
     """The value as TOML would write it, cut to a length that can be read."""
     if isinstance(value, dict):
         return "{...}"
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except ValueError:  # a number that is written in hexadecimal and has too many decimal digits for Python
+        text = hex(value) if isinstance(value, int) else "..."
     return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + "..."
 
 
@@ -78,7 +90,8 @@ def place(keys: Sequence[str], value: object) -> str:
     """Where a value stands, and the value: `[nodes.gpu-01] port = 0`. Variables may be secret: theirs is left out."""
     *tables, key = keys
     text = f"{table(*tables)} {toml_key(key)}" if tables else toml_key(key)
-    return text if tables and tables[-1] == "env" else f"{text} = {shown(value)}"
+    hidden = "env" in tables[-1:] or (key == "env" and isinstance(value, str | list))
+    return text if hidden else f"{text} = {shown(value)}"
 
 
 def explain(details: Mapping[str, Any], known_keys: tuple[Sequence[str], Sequence[str]]) -> Problem:
@@ -90,8 +103,15 @@ def explain(details: Mapping[str, Any], known_keys: tuple[Sequence[str], Sequenc
     refused = details.get("ctx", {}).get("error")
     if isinstance(refused, ValueRefusedError):
         return Problem(where, str(refused), refused.hint)
+    if details["type"] == "literal_error":
+        return Problem(where, f"is not {_choices(details['ctx']['expected'])}")
     text = _TYPE_WORDS.get(details["type"], details["msg"])
     return Problem(where, text, _type_hint(details["type"], keys, details["input"]))
+
+
+def _choices(expected: str) -> str:
+    """Put pydantic's `'static' or 'c10d'` the way it stands in a file."""
+    return expected.replace("'", '"')
 
 
 def _unknown_key(keys: Sequence[str], value: object, known_keys: tuple[Sequence[str], Sequence[str]]) -> Problem:
@@ -116,7 +136,7 @@ def _type_hint(kind: str, keys: Sequence[str], value: object) -> str | None:
         return (
             f'put it in quotes: `{key} = "..."`' if "env" in keys else f'put it in quotes: `{key} = "{shown(value)}"`'
         )
-    if kind == "int_type" and isinstance(value, str) and value.isdecimal():
+    if kind in {"int_type", "float_type"} and isinstance(value, str) and value.isdecimal():
         return f"leave the quotes out: `{key} = {value}`"
     if kind == "bool_type":
         return f"write `{key} = true`, or leave it out"
@@ -125,21 +145,3 @@ def _type_hint(kind: str, keys: Sequence[str], value: object) -> str | None:
     if kind in {"model_type", "dict_type"}:
         return f"write {table(*keys)}, and its keys below it"
     return None
-
-
-def toml_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> HostsFileError:
-    """Name the line, and say what TOML minds. Values are not shown: they may be secret."""
-    reason = re.sub(r" \(at .*\)$", "", str(error))
-    lines = text.splitlines()
-    at_line = re.search(r"\(at line ([0-9]+),", str(error))
-    number = int(at_line[1]) if at_line else max((n for n, line in enumerate(lines, 1) if line.strip()), default=1)
-    content = lines[number - 1].strip() if number <= len(lines) else ""
-    where = f"{path}, line {number}: `{content if content.startswith('[') else content.partition('=')[0].strip()}`"
-    if reason.startswith(("Cannot overwrite", "Duplicate inline table key")):
-        return HostsFileError(f"{where} has a value already", hint="keep one of the two lines")
-    if reason.startswith("Cannot declare"):
-        return HostsFileError(f"{where} is there already", hint="keep one of the two tables, and all of its keys in it")
-    hint = None
-    if content.startswith("["):
-        hint = 'write an id with brackets or other signs in quotes: [nodes."gpu-[02-16]"]'
-    return HostsFileError(f"{where} is no TOML: {reason[:1].lower()}{reason[1:]}", hint=hint)

@@ -61,6 +61,8 @@ def _numbers(text: str) -> list[str]:
             raise ValueRefusedError(f"holds the range `{part}`, which runs backwards", f"write `{high}-{low}`")
         if int(high) - int(low) >= MAX_NAMES:
             raise ValueRefusedError(f"holds the range `{part}`, which is longer than {MAX_NAMES}")
+        if len(numbers) > MAX_NAMES:
+            raise ValueRefusedError(f"stands for more than {MAX_NAMES} names")
         try:
             numbers += map(str, RangeSet(part))
         except RangeSetParseError:  # `01-3`: are these 1, 2, 3 or 01, 02, 03?

@@ -1,6 +1,6 @@
-"""The end of a job in words, the last block on the screen, and as the receipt for scripts. Pure; outcome.py decides.
+"""The end of a job in words: the last block on the screen. And what the checks alone have found. Pure.
 
-RECEIPT_VERSION counts up when a name in the receipt changes its meaning or goes.
+outcome.py decides how a job ended; receipt.py tells it to scripts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 from gpulayer.findings import findings_json, render_findings
 from gpulayer.hosts import fold
 from gpulayer.messages import describe_status
-from gpulayer.outcome import Cause, CauseKind, Fate, Ledger, NodeRecord
+from gpulayer.outcome import EXIT_LOGS_LOST, Cause, CauseKind, Fate, Ledger, NodeRecord
+from gpulayer.output_words import output_lines
+from gpulayer.untrusted import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gpulayer.errors import RefusedError
     from gpulayer.events import ExitStatus, Survivor, Tail
     from gpulayer.plan import Plan
     from gpulayer.preflight import PreflightResult
 
-RECEIPT_VERSION = 1
+CHECK_VERSION = 1  # counts up when a name in `check --format json` changes its meaning or goes
 TAIL_LINES = 20
 _INDENT = "    "
 
@@ -34,49 +35,15 @@ def render_report(plan: Plan, ledger: Ledger, took_s: float, run_dir: Path) -> s
         f"gpulayer: job {plan.job_id} {_verdict(ledger)} after {took_s:.1f} s" + (f", exit code {code}" if code else "")
     ]
     if ledger.cause:
-        lines += [f"  first: {_cause_text(plan, ledger, ledger.cause)}", *_last_words(ledger.cause.tail)]
+        lines += [f"  first: {cause_text(plan, ledger, ledger.cause)}", *_last_words(ledger.cause.tail)]
         lines += _advice(plan, ledger.cause)
-    lines += _node_lines(plan, ledger)
-    lines.append(f"  logs: {run_dir}")
+    lines += [
+        *_node_lines(plan, ledger),
+        *_kill_later(plan, ledger),
+        *output_lines(plan, ledger, run_dir),
+        f"  logs: {run_dir}{', incomplete' if ledger.logs_lost else ''}",
+    ]
     return "\n".join(lines) + "\n"
-
-
-def receipt_json(plan: Plan, ledger: Ledger, took_s: float, lost_log_bytes: int) -> dict[str, object]:
-    """Return the receipt: the outcome of the job and of each node, with plain values only."""
-    cause = ledger.cause
-    return {
-        "version": RECEIPT_VERSION,
-        "job_id": plan.job_id,
-        "exit_code": ledger.exit_code,
-        "took_s": round(took_s, 3),
-        "lost_log_bytes": lost_log_bytes,
-        "cause": cause
-        and {
-            "kind": cause.kind,
-            "at_s": round(cause.at_s, 3),
-            "node_rank": cause.node_rank,
-            "node_id": None if cause.node_rank is None else ledger.nodes[cause.node_rank].node_id,
-            "rank": cause.rank,
-            **_status_json(cause.status),
-            "text": _cause_text(plan, ledger, cause),
-        },
-        "nodes": [_node_json(plan, node) for node in ledger.nodes],
-    }
-
-
-def refusal_json(plan: Plan, refused: RefusedError, took_s: float) -> dict[str, object]:
-    """Return the receipt of a job that did not start: what kept which node from taking part."""
-    return {
-        "version": RECEIPT_VERSION,
-        "job_id": plan.job_id,
-        "exit_code": refused.exit_code,
-        "took_s": round(took_s, 3),
-        "refused": [
-            {"node_id": node_id, "problem": type(problem).__name__, "text": str(problem), "hint": problem.hint}
-            for node_id, problem in refused.problems.items()
-        ],
-        "findings": refused.findings,
-    }
 
 
 def render_check(plan: Plan, result: PreflightResult) -> str:
@@ -92,7 +59,7 @@ def render_check(plan: Plan, result: PreflightResult) -> str:
 def check_json(plan: Plan, result: PreflightResult) -> str:
     """Return what the checks found, for scripts."""
     found = {
-        "version": RECEIPT_VERSION,
+        "version": CHECK_VERSION,
         "nodes": [node.node_id for node in plan.nodes],
         "master_port": result.plan.master_port,
         "ok": not result.failures and not result.problems,
@@ -105,41 +72,13 @@ def check_json(plan: Plan, result: PreflightResult) -> str:
     return json.dumps(found, indent=2) + "\n"
 
 
-def _node_json(plan: Plan, node: NodeRecord) -> dict[str, object]:
-    return {
-        "node_rank": node.node_rank,
-        "node_id": node.node_id,
-        "outcome": node.fate,
-        "verified_clean": node.clean,
-        "survivors": [{"pid": one.pid, "state": one.state, "command": one.command} for one in node.survivors],
-        "hostname": node.hostname,
-        "kernel": node.kernel,
-        "python": node.python,
-        "interface": node.interface,
-        "started_s": _rounded(node.started_s),
-        "ended_s": _rounded(node.ended_s),
-        **_status_json(node.status),
-        "lost": node.lost or None,
-        "kept_on_node": _kept(plan, node),
-        "ranks": [
-            {"rank": rank, "pid": node.rank_pids.get(rank), **_status_json(node.rank_statuses.get(rank))}
-            for rank in node.ranks
-        ],
-    }
-
-
-def _status_json(status: ExitStatus | None) -> dict[str, int | None]:
-    return {"code": status.code if status else None, "signal": status.signal if status else None}
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
-
-
 def _verdict(ledger: Ledger) -> str:
     match ledger.cause.kind if ledger.cause else None:
         case None:
-            return "ended, but something may still run," if ledger.exit_code else "succeeded"
+            missing = "its logs are incomplete" if ledger.logs_lost else "not all its outputs came back"
+            return {0: "succeeded", EXIT_LOGS_LOST: f"succeeded, but {missing},"}.get(
+                ledger.exit_code, "ended, but something may still run,"
+            )
         case CauseKind.SIGNAL:
             return "was stopped"
         case CauseKind.TIMEOUT:
@@ -148,13 +87,14 @@ def _verdict(ledger: Ledger) -> str:
             return "failed"
 
 
-def _cause_text(plan: Plan, ledger: Ledger, cause: Cause) -> str:
+def cause_text(plan: Plan, ledger: Ledger, cause: Cause) -> str:
+    """Return in words what went wrong first."""
     where = "" if cause.node_rank is None else f"node {cause.node_rank} ({ledger.nodes[cause.node_rank].node_id})"
     match cause.kind:
         case CauseKind.RANK:
             what = f"rank {cause.rank} on {where} {describe_status(cause.status)}"
         case CauseKind.COMMAND:
-            what = f"torchrun on {where} {describe_status(cause.status)}"
+            what = f"{plan.command_name} on {where} {describe_status(cause.status)}"
         case CauseKind.LOST:
             what = f"{where} was lost: {cause.detail}"
         case CauseKind.JOIN_TIMEOUT:
@@ -189,7 +129,8 @@ def _advice(plan: Plan, cause: Cause) -> list[str]:
 
 
 def _block(text: str) -> list[str]:
-    return [_INDENT + line.rstrip("\r") for line in text.split("\n")[-TAIL_LINES:]]
+    lines = [line.rstrip("\r").expandtabs() for line in text.split("\n")[-TAIL_LINES:]]
+    return [_INDENT + printable(line) for line in lines]
 
 
 def _error_file_traceback(data: bytes) -> str:
@@ -203,14 +144,14 @@ def _error_file_traceback(data: bytes) -> str:
 
 def _node_lines(plan: Plan, ledger: Ledger) -> list[str]:
     """Return a line for each group of nodes that fared alike, in the order of their first nodes."""
-    groups: dict[str, list[NodeRecord]] = {}
+    groups: dict[tuple[str, tuple[Survivor, ...]], list[NodeRecord]] = {}
     for node in ledger.nodes:
-        groups.setdefault(_fate_text(plan, node), []).append(node)
+        groups.setdefault((_fate_text(plan, node), node.survivors), []).append(node)
     lines: list[str] = []
-    for text, nodes in groups.items():
+    for (text, survivors), nodes in groups.items():
         lines.append(f"  {fold(node.node_id for node in nodes)}: {text}")
-        for node in nodes:
-            lines += _remains(plan, node)
+        lines += [f"{_INDENT}still there: {_survivor_text(one)}" for one in survivors]
+        lines += _kept_lines(plan, nodes)
     return lines
 
 
@@ -220,6 +161,8 @@ def _fate_text(plan: Plan, node: NodeRecord) -> str:
             text = "stopped by gpulayer"
         case Fate.FAILED:
             failed = [f"rank {rank} {describe_status(status)}" for rank, status in _failed_ranks(node)]
+            if not node.ranks and node.status:
+                failed = [f"{plan.command_name} {describe_status(node.status)}"]
             text = "failed" + (f": {', '.join(failed)}" if failed else "")
         case Fate.LOST:
             text = f"lost: {node.lost}"
@@ -241,19 +184,28 @@ def _failed_ranks(node: NodeRecord) -> list[tuple[int, ExitStatus]]:
     return [(rank, status) for rank, status in failed if status.signal != signal.SIGTERM] or failed
 
 
-def _remains(plan: Plan, node: NodeRecord) -> list[str]:
-    lines: list[str] = [f"{_INDENT}still there: {_survivor_text(one)}" for one in node.survivors]
-    if node.may_still_run:
-        lines.append(
-            f"{_INDENT}hint: on {node.node_id}, `grep -lzx GPULAYER_JOB_ID={plan.job_id} /proc/[0-9]*/environ` "
-            "names what is left; end it with `kill -9`"
-        )
-    if kept := _kept(plan, node):
-        lines.append(f"{_INDENT}output that did not arrive is on {node.node_id} in {kept}")
-    return lines
+def _kept_lines(plan: Plan, nodes: list[NodeRecord]) -> list[str]:
+    """Return where output was left: on several nodes in folders that differ in the node rank alone, `*` there."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for node in nodes:
+        if kept := kept_folder(plan, node):
+            groups.setdefault(kept.removesuffix(str(node.node_rank)), []).append((node.node_id, kept))
+    return [
+        f"{_INDENT}output that did not arrive is on {fold(node_id for node_id, _ in group)} in "
+        f"{group[0][1] if len(group) == 1 else f'{stem}*'}"
+        for stem, group in groups.items()
+    ]
 
 
-def _kept(plan: Plan, node: NodeRecord) -> str | None:
+def _kill_later(plan: Plan, ledger: Ledger) -> list[str]:
+    """Return the command for the nodes where something may still run, or could not be looked for."""
+    left = [node.node_id for node in ledger.nodes if not node.clean and node.fate is not Fate.NEVER_STARTED]
+    if not left:
+        return []
+    return [f"  hint: `gpulayer kill {plan.job_id} -w {fold(left)}` looks there again, and ends what is left"]
+
+
+def kept_folder(plan: Plan, node: NodeRecord) -> str | None:
     """Return the folder that was left on the node. A lost one could not say so, and leaves it."""
     left = plan.nodes[node.node_rank].job_dir if node.lost and node.started_s is not None else None
     return node.kept or left

@@ -1,4 +1,5 @@
 """Names to addresses, for plans: how the other nodes reach a node, and whether an address is this machine's own.
+For leases: which machine a node is.
 
 Nothing is connected. What a name means is asked of OpenSSH (`ssh -G` prints the HostName of an alias) and of the
 system's resolver. asyncssh reads $HOME/.ssh/config alone, while OpenSSH takes the home folder from the password file
@@ -7,7 +8,9 @@ and adds /etc/ssh/ssh_config; so the file is named to `ssh -G`, and both read th
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+import re
 import socket
 import subprocess
 from collections import defaultdict
@@ -20,7 +23,7 @@ from gpulayer.errors import PlacementError
 from gpulayer.hosts import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from gpulayer.hosts import Node
 
@@ -63,8 +66,11 @@ def resolve_addresses(nodes: Sequence[Node], ssh_config: Path | None) -> dict[st
     """
     if not nodes:
         return {}
-    with ThreadPoolExecutor(min(_PARALLEL, len(nodes))) as pool:
+    pool = ThreadPoolExecutor(min(_PARALLEL, len(nodes)))
+    try:
         results = list(pool.map(lambda node: _try_resolve(node, ssh_config), nodes))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a signal waits for no name server
     found: dict[str, Address] = {}
     unknown: dict[str, _UnknownNameError] = {}
     for node, result in zip(nodes, results, strict=True):
@@ -141,29 +147,88 @@ def _in_hosts_file(name: str, address: str) -> bool:
 
 def _ssh_host_name(node: Node, ssh_config: Path | None) -> tuple[str, str]:
     """Return the name that `ssh` would connect to for this node, and where that name stands."""
-    config = Path.home() / ".ssh" / "config" if ssh_config is None else ssh_config
     own = (node.ssh, "the node id" if node.ssh == node.id else "`ssh` in the hosts map")
-    if str(config) == "none" or (ssh_config is None and not config.exists()):
+    config = _config_path(ssh_config)
+    if config is None:
         return own
-    user = ["-l", node.user] if node.user else []  # `Match user` may decide
-    command = ["ssh", "-G", "-F", str(config), *user, "--", node.ssh]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SSH_TIMEOUT_S, check=False
-        )
+        name = _ask_ssh(node, config).get("hostname", node.ssh)
     except FileNotFoundError:
         if _literal(node.ssh):
             return own
         raise _UnknownNameError(*own, f"the `ssh` command, which would read {config}, is not installed") from None
     except subprocess.TimeoutExpired:
         raise _UnknownNameError(*own, f"`ssh -G` gave no answer within {_SSH_TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").splitlines()
+    except subprocess.CalledProcessError as failed:
+        lines = failed.stderr.decode(errors="replace").splitlines()
         said = [line for line in lines if not line.startswith("Pseudo-terminal")]
-        raise _UnknownNameError(*own, f"`ssh -G` failed: {said[0] if said else f'exit code {done.returncode}'}")
-    words = (line.split(maxsplit=1) for line in done.stdout.decode(errors="replace").splitlines())
-    name = next((pair[1] for pair in words if len(pair) == 2 and pair[0] == "hostname"), node.ssh)
+        reason = said[0] if said else f"exit code {failed.returncode}"
+        raise _UnknownNameError(*own, f"`ssh -G` failed: {reason}") from None
     return own if name.lower() == node.ssh.lower() else (name, f"HostName in {config}")
+
+
+def _config_path(ssh_config: Path | None) -> Path | None:
+    config = Path.home() / ".ssh" / "config" if ssh_config is None else ssh_config
+    return None if str(config) == "none" or (ssh_config is None and not config.exists()) else config
+
+
+def _ask_ssh(node: Node, config: Path) -> Mapping[str, str]:
+    """Return what `ssh -G` says of the node: keywords in lower case, and the first value of each.
+
+    Raises FileNotFoundError without `ssh`, TimeoutExpired, and CalledProcessError where it refuses the file.
+    """
+    changed = config.stat().st_mtime_ns if config.exists() else 0
+    return _asked_ssh(node.ssh, node.user, config, changed)
+
+
+@functools.cache
+def _asked_ssh(name: str, user: str | None, config: Path, _changed: int) -> Mapping[str, str]:
+    login = ["-l", user] if user else []  # `Match user` may decide
+    command = ["ssh", "-G", "-F", str(config), *login, "--", name]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SSH_TIMEOUT_S, check=True)
+    words = (line.split(maxsplit=1) for line in done.stdout.decode(errors="replace").splitlines())
+    said: dict[str, str] = {}
+    for pair in words:
+        if len(pair) == 2:
+            said.setdefault(pair[0].lower(), pair[1].strip())
+    return said
+
+
+def machine_keys(nodes: Sequence[Node], ssh_config: Path | None) -> dict[str, str]:
+    """Return, by node id, which machine `ssh` goes to: `10.0.0.11:22`, with ` via JUMP` behind a jump host.
+
+    Two entries with one key are one machine. No name is looked up. What `ssh -G` cannot say is taken from the map.
+    """
+    config = _config_path(ssh_config)
+    if config is None or not _may_lead_elsewhere(config):
+        return {node.id: _machine_key(node, {}) for node in nodes}
+
+    def key(node: Node) -> str:
+        try:
+            return _machine_key(node, _ask_ssh(node, config))
+        except (OSError, subprocess.SubprocessError):  # logging in will say what is wrong
+            return _machine_key(node, {})
+
+    with ThreadPoolExecutor(min(_PARALLEL, len(nodes)) or 1) as pool:
+        return dict(zip((node.id for node in nodes), pool.map(key, nodes), strict=True))
+
+
+def _machine_key(node: Node, said: Mapping[str, str]) -> str:
+    host = said.get("hostname", node.ssh)
+    port = node.port or said.get("port", "22")
+    jump = said.get("proxyjump", "none")
+    literal = None if "%" in host else _literal(host)  # one link-local address on two interfaces is two machines
+    return f"{literal or host.lower().rstrip('.')}:{port}" + ("" if jump == "none" else f" via {jump}")
+
+
+def _may_lead_elsewhere(config: Path) -> bool:
+    """False for a file that only says how to log in, as most do: asking `ssh -G` for many nodes takes a while."""
+    try:
+        text = config.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    words = {re.split(r"[\s=]", line.strip(), maxsplit=1)[0].lower().strip('"') for line in text.splitlines()}
+    return bool(words & {"hostname", "port", "proxyjump", "include", "canonicalizehostname"})
 
 
 def is_local_address(ip: str) -> bool:

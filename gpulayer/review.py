@@ -12,7 +12,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from gpulayer.hosts import fold
-from gpulayer.job import looks_secret
+from gpulayer.masks import Part, Secrets
 from gpulayer.plan import plan_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ _INDENT = " " * (2 + _LABEL)
 
 # What a terminal would act upon, or what cannot be written as UTF-8 (bytes that came in as surrogates).
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-_SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def render_text(plan: Plan) -> str:
@@ -40,9 +39,10 @@ def render_shell(plan: Plan) -> str:
     """Return the plan for pasting: for each node a comment, then its whole command on one line."""
     lines: list[str] = []
     for node in plan.nodes:
+        bundle = f", in a copy of the bundle {plan.bundle.short_digest}" if plan.bundle else ""
         lines += [
-            f"# node {node.node_rank}: {node.node_id}, {_login(node)}",
-            " ".join([f"cd {quote(node.workdir)} &&", *_environment(node), *map(quote, node.argv)]),
+            f"# node {node.node_rank}: {node.node_id}, {_login(node)}{bundle}",
+            " ".join([f"cd {quote(node.workdir)} &&", *_environment(node), *map(quote_parts, node.argv_parts())]),
         ]
     return "\n".join(lines) + "\n"
 
@@ -68,25 +68,37 @@ def quote(word: str) -> str:
     return f"$'{octal}'"
 
 
+def quote_parts(parts: Sequence[Part]) -> str:
+    """Return a word as a shell needs it typed, what is secret in it as a reference to the shell's own variable."""
+    if not any(part.variable for part in parts):
+        return quote("".join(part.text for part in parts))
+    return "".join(f'"${{{part.variable}:?}}"' if part.variable else quote(part.text) for part in parts)
+
+
 def _bytes(char: str) -> bytes:
     return char.encode("utf-8", "surrogateescape")
 
 
 def _header(plan: Plan) -> Iterator[str]:
     nodes = _count(plan.nnodes, "node")
-    processes = _count(plan.world_size, "process", "processes")
-    yield f"job {plan.job_id}: {nodes}, {processes}"
-    yield f"rendezvous: {plan.master_addr} port {plan.master_port}"
-    if plan.uneven:
+    processes = _count(plan.world_size, "process", "processes") if plan.has_ranks else "a command on each"
+    by = "" if plan.launcher in ("torchrun", "command") else f" by {plan.launcher}"
+    yield f"job {plan.job_id}: {nodes}, {processes}{by}"
+    kind = "" if plan.rendezvous == "static" else f", {plan.rendezvous}"
+    yield f"rendezvous: {plan.master_addr} port {plan.master_port}{kind}"
+    if plan.uneven and plan.has_ranks:
         counts: dict[int, list[str]] = {}
         for node in plan.nodes:
             counts.setdefault(node.nproc_per_node, []).append(node.node_id)
         yield "nodes differ: " + ", ".join(
             f"{_count(count, 'process', 'processes')} on {fold(ids)}" for count, ids in counts.items()
         )
+    if plan.bundle:
+        yield f"bundle: {plan.bundle.text}, {plan.bundle.short_digest}, from {plan.bundle.folder}"
     if plan.practice:
         yield "practice: all nodes are this machine"
-    limits = {"join": plan.join_timeout_s, "grace": plan.grace_s, "lost after": plan.lost_after_s}
+    limits = {"join": plan.join_timeout_s} if plan.has_ranks else {}
+    limits |= {"grace": plan.grace_s, "lost after": plan.lost_after_s}
     if plan.timeout_s is not None:
         limits["timeout"] = plan.timeout_s
     yield "limits: " + ", ".join(f"{name} {seconds:g} s" for name, seconds in limits.items())
@@ -98,9 +110,11 @@ def _block(plan: Plan, node: NodeCommand) -> Iterator[str]:
         "ssh": _login(node),
         "address": node.address,
         "interface": node.interface or "chosen on the node, by its address",
-        "ranks": f"{_span(node.ranks)} of {plan.world_size}",
+        "ranks": f"{_span(node.ranks)} of {plan.world_size}" if node.ranks else "",
         "workdir": quote(node.workdir),
+        "outputs": " ".join(map(quote, node.outputs)),
     }
+    rows = {label: value for label, value in rows.items() if value}
     for label, value in rows.items():
         yield f"  {label:<{_LABEL}}{value}"
     first, *rest = _command_lines(node)
@@ -124,13 +138,17 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 def _command_lines(node: NodeCommand) -> list[str]:
     """Return the command broken between words, each line but the last one ending in ` \\` or `&&`."""
-    script = node.argv.index("--")
-    python, dash_m, launcher, *options = node.argv[:script]
-    groups = [
-        _environment(node),
-        [" ".join(map(quote, (python, dash_m, launcher))), *_paired(options)],
-        [f"-- {quote(node.argv[script + 1])}", *_paired(node.argv[script + 2 :])],
-    ]
+    words = [*zip(node.argv, map(quote_parts, node.argv_parts()), strict=True)]
+    launcher, (script, *arguments) = words[: node.script_at], words[node.script_at :]
+    groups = [_environment(node), [script[1], *_paired(arguments)]]
+    if launcher:
+        module, options, dashes = (
+            launcher[:3],
+            launcher[3:-1],
+            launcher[-1][1],
+        )  # python -m torch.distributed.run ... --
+        groups[1][0] = f"{dashes} {script[1]}"
+        groups.insert(1, [" ".join(quoted for _, quoted in module), *_paired(options)])
     # The first group opens the line; the others are set in below it.
     lines = [*_filled(groups[0], ""), *(line for group in groups[1:] for line in _filled(group, "  "))]
     return [f"cd {quote(node.workdir)} &&", *(f"{line} \\" for line in lines[:-1]), lines[-1]]
@@ -138,27 +156,21 @@ def _command_lines(node: NodeCommand) -> list[str]:
 
 def _environment(node: NodeCommand) -> list[str]:
     """Return `env` and its assignments, a secret value as a reference to the pasting shell's own variable."""
-    return ["env", *(_assignment(name, value) for name, value in node.env.items())]
+    secrets = Secrets(node.env)
+    return ["env", *(quote_parts([Part(f"{name}="), *secrets.variable(name)]) for name in node.env)]
 
 
-def _assignment(name: str, value: str) -> str:
-    if not looks_secret(name):
-        return quote(f"{name}={value}")
-    variable = name if _SHELL_NAME.fullmatch(name) else "_" + re.sub(r"[^A-Za-z0-9_]", "_", name)
-    return f'{quote(f"{name}=")}"${{{variable}:?}}"'
-
-
-def _paired(words: Sequence[str]) -> list[str]:
-    """Quote words for reading: an option and what follows it stay on one line."""
+def _paired(words: Sequence[tuple[str, str]]) -> list[str]:
+    """Join quoted words for reading: an option and what follows it stay on one line."""
     units: list[str] = []
     open_option = False
-    for word in words:
+    for word, quoted in words:
         is_option = word.startswith("-") and "=" not in word
         if open_option and not word.startswith("-"):
-            units[-1] += f" {quote(word)}"
+            units[-1] += f" {quoted}"
             open_option = False
         else:
-            units.append(quote(word))
+            units.append(quoted)
             open_option = is_option
     return units
 

@@ -84,19 +84,35 @@ def open_standard_fds() -> None:
 
 
 class Screen:
-    """stdout and stderr of the login node. `slow_text` words the line that says how many lines were left out."""
+    """stdout and stderr of the login node. `slow_text` words the line that says how many lines were left out.
 
-    def __init__(self, terminal: Terminal, slow_text: Callable[[int], bytes], limit_bytes: int = QUEUE_BYTES) -> None:
+    `patient`: output that finds its queue full waits for room, and none is left out.
+    """
+
+    def __init__(
+        self,
+        terminal: Terminal,
+        slow_text: Callable[[int], bytes],
+        limit_bytes: int = QUEUE_BYTES,
+        *,
+        slow_stream: StreamName = "stderr",
+        patient: bool = False,
+    ) -> None:
         self._terminal = terminal
-        self._slow_text = slow_text
-        self._err = _Lane(self._tell_slow, self._tell_broken, limit_bytes)
+        self._slow_text, self._slow_stream = slow_text, slow_stream
+        self._patient = patient
+        self._err = _Lane(self._tell_slow, self._tell_broken, limit_bytes, patient=patient)
         # One thread for one device keeps the order; two for two, so that `| less` holds back no message on stderr.
         shared = _same_device(terminal.stdout_fd, terminal.stderr_fd)
-        self._out = self._err if shared else _Lane(self._tell_slow, self._tell_broken, limit_bytes)
+        self._out = self._err if shared else _Lane(self._tell_slow, self._tell_broken, limit_bytes, patient=patient)
 
     def output(self, stream: StreamName, block: bytes) -> None:
-        """Show lines of a rank, or count them where the reader is too slow. Returns at once."""
+        """Show lines of a rank, or count them where the reader is too slow. Returns at once, unless it is patient."""
         self._lane(stream).put(self._terminal.fd(stream), block, droppable=True)
+
+    def is_gone(self, stream: StreamName) -> bool:
+        """Tell whether nothing can be written there any more: its reader has left, or a disk is full."""
+        return self._lane(stream).is_broken(self._terminal.fd(stream))
 
     def message(self, text: bytes, stream: StreamName = "stderr") -> None:
         """Show something of gpulayer's own, after what is queued already. Returns at once."""
@@ -106,36 +122,45 @@ class Screen:
         """Keep `line` (no newline) below everything else on stderr's terminal; an empty one removes it."""
         self._err.set_status(self._terminal.stderr_fd, line)
 
-    def close(self, timeout_s: float) -> bool:
-        """Write what is queued. Gives up after `timeout_s` without progress; returns whether all was written.
+    def close(self, timeout_s: float, hurried: Callable[[], bool] = lambda: False) -> bool:
+        """Write what is queued; returns whether all was written.
 
-        A reader that has left (`| head -1`) has all that it wanted; a full disk has not.
+        Gives up after `timeout_s` without progress, or once it is `hurried`. A reader that has left (`| head -1`) has
+        all that it wanted; a full disk has not.
         """
         self.status(b"")
-        done = self._out.close(timeout_s) if self._out is not self._err else True
-        return self._err.close(timeout_s) and done
+        done = self._out.close(timeout_s, hurried) if self._out is not self._err else True
+        return self._err.close(timeout_s, hurried) and done
 
     def _lane(self, stream: StreamName) -> _Lane:
         return self._out if stream == "stdout" else self._err
 
     def _tell_slow(self, lines: int) -> None:
-        self.message(self._slow_text(lines))
+        self.message(self._slow_text(lines), self._slow_stream)
 
     def _tell_broken(self, fd: int, exc: OSError) -> None:
         if fd == self._terminal.stdout_fd and exc.errno not in _READER_GONE:
-            self.message(f"gpulayer: cannot write to stdout: {exc.strerror}; the job goes on\n".encode())
+            effect = "" if self._patient else "; the job goes on"
+            self.message(f"gpulayer: cannot write to stdout: {exc.strerror}{effect}\n".encode())
 
 
 class _Lane:
     """One device, one queue, one thread."""
 
     def __init__(
-        self, tell_slow: Callable[[int], None], tell_broken: Callable[[int, OSError], None], limit_bytes: int
+        self,
+        tell_slow: Callable[[int], None],
+        tell_broken: Callable[[int, OSError], None],
+        limit_bytes: int,
+        *,
+        patient: bool,
     ) -> None:
         self._tell_slow = tell_slow
         self._tell_broken = tell_broken
         self._limit_bytes = limit_bytes
-        self._ready = threading.Condition()  # guards what follows; never held while writing
+        self._patient = patient
+        lock = threading.RLock()  # guards what follows; never held while writing
+        self._ready, self._room = threading.Condition(lock), threading.Condition(lock)
         self._items: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
         self._lines_left_out = 0
@@ -155,7 +180,11 @@ class _Lane:
         with self._ready:
             if fd in self._broken or not data:
                 return
-            if droppable and self._is_full(len(data)):
+            if droppable and self._patient:
+                self._room.wait_for(lambda: not self._is_full(len(data)) or fd in self._broken)
+                if fd in self._broken:
+                    return
+            elif droppable and self._is_full(len(data)):
                 self._lines_left_out += data.count(b"\n")
                 return
         if droppable:
@@ -165,13 +194,17 @@ class _Lane:
             self._queued_bytes += len(data)
             self._ready.notify()
 
+    def is_broken(self, fd: int) -> bool:
+        with self._ready:
+            return fd in self._broken
+
     def set_status(self, fd: int, line: bytes) -> None:
         with self._ready:
             if line != self._status:
                 self._status, self._status_fd = line, fd
                 self._ready.notify()
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, hurried: Callable[[], bool]) -> bool:
         self._tell_left_out()
         with self._ready:
             self._closing = True
@@ -179,6 +212,8 @@ class _Lane:
         moved, deadline = self._moved_bytes, time.monotonic() + timeout_s
         while self._thread.is_alive():
             self._thread.join(_LOOK_AGAIN_S if timeout_s else 0)
+            if hurried():
+                break
             if self._moved_bytes != moved:
                 moved, deadline = self._moved_bytes, time.monotonic() + timeout_s
             elif time.monotonic() >= deadline:
@@ -237,6 +272,7 @@ class _Lane:
             taken.append(data)
             room -= len(data)
             self._queued_bytes -= len(data)
+        self._room.notify_all()
         return taken
 
     def _write(self, fd: int, data: bytes) -> None:
@@ -261,6 +297,7 @@ class _Lane:
             self._items = deque(item for item in self._items if item[0] != fd)
             self._queued_bytes = sum(len(data) for _, data in self._items)
             self._lines_left_out = 0
+            self._room.notify_all()
             if fd == self._status_fd:
                 self._status = self._drawn = b""
         self._tell_broken(fd, exc)

@@ -1,8 +1,8 @@
 """Logging in to nodes over SSH: jump hosts, the bound on logins in flight, retries. Host keys are always checked.
 
-ssh_config.py says where to and with what, ssh_errors.py why it failed, ssh_link.py what can be done once logged in;
-these four are all of the login node's side that knows asyncssh. Nothing ever prompts: logging in is by key, from a
-file or the agent.
+ssh_config.py says where to and with what, known_hosts.py whom to trust, ssh_errors.py why it failed, ssh_link.py what
+can be done once logged in; these five are all of the login node's side that knows asyncssh. Nothing ever prompts:
+logging in is by key, from a file or the agent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import asyncssh
 
 from gpulayer.errors import NodeError, SshConfigError
+from gpulayer.known_hosts import NewKey, NotKeptError, NotNewError, add_key, find, load_known_hosts, ssh_says
 from gpulayer.ssh_config import (
     MAX_HOPS,
     Endpoint,
@@ -25,14 +26,15 @@ from gpulayer.ssh_config import (
     SshSettings,
     SshTarget,
     build_ring,
-    load_known_hosts,
+    default_config,
     read_endpoint,
+    tilde,
 )
-from gpulayer.ssh_errors import DROPS, FAILURES, LoginFacts, explain
+from gpulayer.ssh_errors import DROPS, FAILURES, LoginFacts, explain, not_kept
 from gpulayer.ssh_link import Receiver, SshChannel, SshLink
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 __all__ = ["Receiver", "SshChannel", "SshConnector", "SshLink", "SshSettings", "SshTarget"]
@@ -46,7 +48,7 @@ _CHANCE = random.SystemRandom()
 FAST_CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 # asyncssh asks only for the host key types that known_hosts has. With these after them a server that has none of those
 # types is an unknown host key with a fingerprint to show, as with OpenSSH, not a failed key exchange.
-HOST_KEY_TYPES = "+ssh-ed25519,ecdsa-sha2-nistp*,rsa-sha2-*"
+HOST_KEY_TYPES = "ssh-ed25519,ecdsa-sha2-nistp*,rsa-sha2-*"
 # Keys first. The order also lets the whole list that a server offers be seen before asyncssh crosses methods off it.
 AUTH_METHODS = "publickey,keyboard-interactive,password,gssapi-with-mic,hostbased"
 
@@ -54,10 +56,12 @@ AUTH_METHODS = "publickey,keyboard-interactive,password,gssapi-with-mic,hostbase
 class SshConnector:
     """Makes all connections of one run. Connections through one jump host share one connection to it.
 
-    At most 64 logins are in flight at a time; how many stay connected is not bounded.
+    At most 64 logins are in flight at a time; how many stay connected is not bounded. `tell` hears of each host key
+    that was added to known_hosts.
     """
 
-    def __init__(self, settings: SshSettings) -> None:
+    def __init__(self, settings: SshSettings, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.tell = tell
         self._settings = settings
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._lock = threading.Lock()
@@ -119,12 +123,12 @@ class SshConnector:
         return known
 
     async def _through(self, hops: tuple[Endpoint, ...]) -> asyncssh.SSHClientConnection | None:
-        """The shared connection to the last of these jump hosts. A failure is the same for all who need it."""
+        """The shared connection to the last of these jump hosts. A failure is the same for all who wait for it."""
         if not hops:
             return None
         key = tuple(hop.target for hop in hops)
         task = self._jumps.get(key)
-        if task is None or (_succeeded(task) and task.result().is_closed()):
+        if task is None or (task.done() and (not _succeeded(task) or task.result().is_closed())):
             task = asyncio.create_task(self._login(hops))
             task.add_done_callback(_succeeded)
             self._jumps[key] = task
@@ -134,6 +138,13 @@ class SshConnector:
             text = str(exc) if len(hops) > 1 and str(exc).startswith("jump host ") else f"jump host {key[-1]}: {exc}"
             raise type(exc)(text, hint=exc.hint) from None
 
+    def _doubt(self, hops: tuple[Endpoint, ...], tunnel: asyncssh.SSHClientConnection | None) -> None:
+        """Nothing came through this jump host: it may be gone without a word, so the next login connects to it anew."""
+        key = tuple(hop.target for hop in hops)
+        task = self._jumps.get(key)
+        if task and _succeeded(task) and task.result() is tunnel:
+            del self._jumps[key]
+
     async def _login(self, route: tuple[Endpoint, ...]) -> asyncssh.SSHClientConnection:
         """Connect to the end of the route, again and again while the server drops connections before the login."""
         loop = asyncio.get_running_loop()
@@ -142,16 +153,63 @@ class SshConnector:
         while True:
             tunnel = await self._through(route[:-1])
             facts = LoginFacts(route[-1], self._settings.connect_timeout_s)
+            facts.accept_new = self._settings.accept_new_host_keys
             facts.via = str(route[-2].target) if tunnel else None
             try:
                 async with self._slots:
-                    return await self._attempt(facts, tunnel)
+                    return await self._accepting(facts, tunnel)
             except FAILURES as exc:
+                if isinstance(exc, TimeoutError) and not facts.connected:
+                    self._doubt(route[:-1], tunnel)
                 give_up_s = give_up_s or loop.time() + self._settings.connect_timeout_s
                 if not _may_retry(exc, facts) or loop.time() + pause_s > give_up_s:
                     raise explain(exc, facts) from exc
             await asyncio.sleep(pause_s * _CHANCE.uniform(0.5, 1))
             pause_s = min(2 * pause_s, RETRY_MOST_S)
+
+    async def _accepting(
+        self, facts: LoginFacts, tunnel: asyncssh.SSHClientConnection | None
+    ) -> asyncssh.SSHClientConnection:
+        """Log in; keep the key of a new host that has proven to have it, whether it has let us in or not, as `ssh`."""
+        try:
+            conn = await self._attempt(facts, tunnel)
+        except FAILURES:
+            if facts.accepted and facts.auth_began:
+                await self._keep(facts, facts.accepted)
+            raise
+        if facts.accepted:
+            try:
+                await self._keep(facts, facts.accepted)
+            except BaseException:
+                conn.abort()
+                raise
+        return conn
+
+    async def _keep(self, facts: LoginFacts, key: asyncssh.SSHKey) -> None:
+        """Add a new host's key to known_hosts. Raises UnknownHostKeyError, or what asyncssh says to a wrong key."""
+        end = facts.endpoint
+        if not end.user_known_hosts:
+            raise not_kept(facts, "the SSH config sets UserKnownHostsFile none")
+        new = NewKey(end.known_name, key, end.user_known_hosts[0], end.known_hosts)
+        says = await asyncio.to_thread(_ssh_says, end)
+        if says.get("revokedhostkeys", "none") != "none":
+            raise not_kept(facts, "the SSH config sets RevokedHostKeys, which gpulayer does not read")
+        try:
+            line = await asyncio.to_thread(add_key, new, hashed=says.get("hashknownhosts") == "yes")
+        except NotKeptError as exc:
+            raise not_kept(facts, f"{tilde(new.file)}: {exc}") from None
+        except NotNewError as exc:
+            facts.trusted, facts.offered = exc.keys, None if exc.revoked else key
+            raise asyncssh.HostKeyNotVerifiable(f"{exc} for host {end.host}") from None
+        if line:
+            with self._lock:
+                for paths, known in self._known.items():
+                    if new.file in paths:
+                        known.load(line)
+            self.tell(
+                f"added the host key of {facts.place} to {tilde(new.file)}:"
+                f" {key.get_algorithm()} {key.get_fingerprint()}"
+            )
 
     async def _attempt(
         self, facts: LoginFacts, tunnel: asyncssh.SSHClientConnection | None
@@ -159,13 +217,18 @@ class SshConnector:
         end = facts.endpoint
         config = end.options.config
         known = self._known[end.known_hosts]
+        exactly = find(known, end.known_name)
+        facts.is_new = facts.accept_new and exactly.nothing and not find(known, end.known_name_anywhere).authorities
+        # A certificate would say nothing of a new host: nobody knows who signs for it. Its plain key is what is kept.
+        key_types = HOST_KEY_TYPES if facts.is_new else f"+{HOST_KEY_TYPES}"
         login = _Login(facts, self)
 
         def trusted(host: str, _address: str, port: int | None) -> Sequence[object]:
             # By name only, as OpenSSH does: a key that is known for the address alone vouches for no name.
             match = known.match(host if end.host_key_alias else host.lower(), "", port)
-            facts.trusted = list(match[0])
-            return match[:3]
+            facts.trusted = list(dict.fromkeys((*match[0], *exactly.keys)))
+            facts.authorities = list(dict.fromkeys((*match[1], *exactly.authorities)))
+            return (facts.trusted, facts.authorities, [*match[2], *exactly.revoked])
 
         return await asyncssh.connect(
             end.target.host,
@@ -178,7 +241,7 @@ class SshConnector:
             client_factory=lambda: login,
             known_hosts=trusted,
             encryption_algs=() if config.get("Ciphers") else FAST_CIPHERS,
-            server_host_key_algs=() if config.get("HostKeyAlgorithms") else HOST_KEY_TYPES,
+            server_host_key_algs=() if config.get("HostKeyAlgorithms") else key_types,
             preferred_auth=() if config.get("PreferredAuthentications") else AUTH_METHODS,
         )
 
@@ -228,6 +291,9 @@ class _Login(asyncssh.SSHClient):
             self._connector.closed(self._conn)
 
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+        if self._facts.is_new:
+            self._facts.accepted = key
+            return True
         self._facts.offered = key
         return False
 
@@ -256,6 +322,14 @@ class _Login(asyncssh.SSHClient):
     def _note_methods(self) -> None:
         if self._conn is not None and not self._facts.methods:
             self._facts.methods = tuple(self._conn.get_server_auth_methods())
+
+
+def _ssh_says(end: Endpoint) -> dict[str, str]:
+    """What `ssh` reads in its configuration for this target. Blocks."""
+    target = end.target
+    user = ("-l", target.user) if target.user else ()
+    port = ("-p", str(target.port)) if target.port else ()
+    return ssh_says(end.config, is_default=end.config == default_config(), options=[*user, *port], host=target.host)
 
 
 def _succeeded(task: asyncio.Task[asyncssh.SSHClientConnection]) -> bool:

@@ -1,8 +1,8 @@
 """What the user's SSH files say about a target: route, host keys to trust, keys to log in with. Connects nowhere.
 
-Reads ~/.ssh/config (or another file) through asyncssh's parser, known_hosts files, key files and the agent's key list.
-Files are read once a run. Where asyncssh is stricter than OpenSSH about files that do not concern the target (an
-IdentityFile or known_hosts file that does not exist, a broken known_hosts line), this module is as lenient as OpenSSH.
+Reads ~/.ssh/config (or another file) through asyncssh's parser, key files and the agent's key list, once a run;
+known_hosts.py reads known_hosts. Where asyncssh is stricter than OpenSSH about files that do not concern the target (an
+IdentityFile that does not exist), this module is as lenient as OpenSSH.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ class SshTarget:
 
 @dataclass(frozen=True, slots=True)
 class SshSettings:
-    """How to connect. `config`: None is ~/.ssh/config if there is one, `none` is no file at all, as in `ssh -F`."""
+    """How to connect. `config`: None is ~/.ssh/config if there is one, `none` is no file at all, as in `ssh -F`.
+
+    `accept_new_host_keys`: the key of a host that known_hosts knows nothing of is added there, in place of an error.
+    """
 
     config: Path | None = None
     connect_timeout_s: float = 10
     keepalive_s: float = 10
+    accept_new_host_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,17 @@ class Endpoint:
     identity: Identity
     config: Path | None
     options: asyncssh.SSHClientConnectionOptions = field(compare=False, repr=False)
+
+    @property
+    def known_name(self) -> str:
+        """The host as known_hosts spells it: with its port, unless that is 22 or there is an alias."""
+        name = self.known_name_anywhere
+        return name if self.port == 22 or self.host_key_alias else f"[{name}]:{self.port}"
+
+    @property
+    def known_name_anywhere(self) -> str:
+        """The host as known_hosts spells it without a port."""
+        return self.host_key_alias or self.host.lower()
 
     @property
     def ssh_command(self) -> tuple[str, ...]:
@@ -200,22 +215,6 @@ def _parse_jump(text: str) -> SshTarget:
     if match is None or port > 65535:
         raise SshConfigError(f"ProxyJump `{text}` is not a host", hint="write `[user@]host[:port]`")
     return SshTarget(match["v6"] or match["host"], user or None, port or None)
-
-
-def load_known_hosts(paths: Sequence[Path]) -> asyncssh.SSHKnownHosts:
-    """All host keys in these files. Missing files and lines that make no sense are passed over, as OpenSSH does."""
-    known = asyncssh.SSHKnownHosts()
-    for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        for line in text.splitlines():
-            try:
-                known.load(line)
-            except ValueError:
-                continue
-    return known
 
 
 def build_ring(identity: Identity, agent_pairs: Sequence[asyncssh.SSHKeyPair]) -> KeyRing:

@@ -25,19 +25,31 @@ from gpulayer.ssh_config import Endpoint, KeyRing, tilde
 # What asyncssh.connect() and create_session() raise.
 FAILURES = (asyncssh.Error, OSError, ValueError, EOFError)
 DROPS = (asyncssh.ConnectionLost, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
-CONFIG_NOTE = "gpulayer does not read StrictHostKeyChecking from the SSH config"
+CONFIG_NOTE = (
+    "`--accept-new-host-keys` adds the keys of new hosts;"
+    " gpulayer does not read StrictHostKeyChecking from the SSH config"
+)
+NOT_NEW_NOTE = "`--accept-new-host-keys` is for hosts that known_hosts has nothing of"
 
 
 @dataclass(slots=True)
 class LoginFacts:
-    """What was seen during one attempt to log in. `via` is the jump host's name, or None for a direct connection."""
+    """What was seen during one attempt to log in. `via` is the jump host's name, or None for a direct connection.
+
+    `trusted` and `authorities` are what known_hosts has for the host. `accepted` is the key of a new host that is to be
+    added there; it is one of `accept_new` only.
+    """
 
     endpoint: Endpoint
     timeout_s: float
     via: str | None = None
     connected: bool = False
     greeted: bool = False
+    accept_new: bool = False
+    is_new: bool = False
     trusted: list[asyncssh.SSHKey] = field(default_factory=list)
+    authorities: list[asyncssh.SSHKey] = field(default_factory=list)
+    accepted: asyncssh.SSHKey | None = None
     offered: asyncssh.SSHKey | None = None
     offered_ca: asyncssh.SSHKey | None = None
     methods: tuple[str, ...] = ()
@@ -185,11 +197,22 @@ def _host_key(exc: BaseException, facts: LoginFacts) -> NodeError:
             f" with `{_forget(facts)}`, then {_add(facts, facts.offered)}",
         )
     others = ", ".join(sorted({key.get_algorithm() for key in facts.trusted}))
+    if facts.authorities and not others:
+        others = "an authority"
     note = f" (known_hosts has only {others} for it)" if others else ""
     return UnknownHostKeyError(
         f"the host key of {facts.place} is not in known_hosts: it offers {offered}{note}",
         hint=f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_{_scan_type(facts.offered)}_key.pub` run there, then"
-        f" {_add(facts, facts.offered)}; {CONFIG_NOTE}",
+        f" {_add(facts, facts.offered)}; {NOT_NEW_NOTE if facts.accept_new else CONFIG_NOTE}",
+    )
+
+
+def not_kept(facts: LoginFacts, reason: str) -> NodeError:
+    """The NodeError for a new host whose key would be forgotten again."""
+    return UnknownHostKeyError(
+        f"the host key of {facts.place} is new, and cannot be added to known_hosts: {reason}",
+        hint="a key that is not kept would be taken from anyone the next time: see to that, or name another file with"
+        " UserKnownHostsFile in the SSH config",
     )
 
 
@@ -204,7 +227,7 @@ def _host_certificate(exc: BaseException, facts: LoginFacts) -> NodeError:
         return UnknownHostKeyError(
             f"the host key of {facts.place} is not in known_hosts: it offers a certificate signed by"
             f" {_describe(facts.offered_ca)}, which known_hosts does not name as an authority",
-            hint=f"add a line `@cert-authority {_known_name(facts)} KEY` to known_hosts; {CONFIG_NOTE}",
+            hint=f"add a line `@cert-authority {facts.endpoint.known_name} KEY` to known_hosts; {CONFIG_NOTE}",
         )
     return UnknownHostKeyError(
         f"the host certificate of {facts.place} cannot be trusted: {reason}", hint="it needs a new certificate"
@@ -220,17 +243,10 @@ def _scan_type(key: asyncssh.SSHKey) -> str:
     return key.get_algorithm().removeprefix("ssh-").partition("-")[0]
 
 
-def _known_name(facts: LoginFacts) -> str:
-    end = facts.endpoint
-    if end.host_key_alias:
-        return end.host_key_alias
-    return end.host if end.port == 22 else f"[{end.host}]:{end.port}"
-
-
 def _forget(facts: LoginFacts) -> str:
     path = next(iter(facts.endpoint.user_known_hosts), None)
     file = () if path is None or tilde(path) == "~/.ssh/known_hosts" else ("-f", str(path))
-    return shlex.join(("ssh-keygen", *file, "-R", _known_name(facts)))
+    return shlex.join(("ssh-keygen", *file, "-R", facts.endpoint.known_name))
 
 
 def _add(facts: LoginFacts, key: asyncssh.SSHKey) -> str:

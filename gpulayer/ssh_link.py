@@ -36,6 +36,12 @@ class SshLink:
         self._timeout_s = timeout_s
         self._sessions: list[_Session] = []
 
+    @property
+    def address(self) -> str:
+        """The address at the other end, as it was connected to; "" where that is not known."""
+        peer = self._conn.get_extra_info("peername")
+        return str(peer[0]) if peer else ""
+
     async def open(self, command: str, receiver: Receiver) -> SshChannel:
         """Run a command. Raises ConnectionDroppedError or ConnectTimeoutError; the receiver is then never called."""
         session = _Session(receiver)
@@ -93,6 +99,10 @@ class SshChannel:
         if not self._channel.is_closing():
             self._channel.write(data)
 
+    async def drain(self) -> None:
+        """Wait until most of what was written is on its way: the window of the other side (2 MiB) has taken it."""
+        await self._session.writable.wait()
+
     def write_eof(self) -> None:
         """End the command's stdin."""
         if not self._channel.is_closing():
@@ -117,6 +127,8 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self._receiver = receiver
         self._status: int | None = None
         self._signal: str | None = None
+        self.writable = asyncio.Event()
+        self.writable.set()
         self.opened = False
         self.ended = False
         self.ended_here = False
@@ -126,6 +138,12 @@ class _Session(asyncssh.SSHClientSession[bytes]):
             self._receiver.data_received(data)
         else:
             self._receiver.stderr_received(data)
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
     def eof_received(self) -> bool:
         return True  # the command's stdin stays open until we end it
@@ -138,6 +156,7 @@ class _Session(asyncssh.SSHClientSession[bytes]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
+        self.writable.set()  # what is written now is dropped
         if self.opened:
             self._receiver.channel_closed(self._status, self._signal, self._reason(exc))
 

@@ -9,7 +9,6 @@ supervisor is killed. If the guard is killed, the supervisor takes its place. St
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -17,34 +16,29 @@ import signal
 import sys
 import time
 
-from gpulayer.ending import TICK_S, Ending
+from gpulayer.ending import KILL_LIMIT_S, NEVER, TICK_S, Ending
 from gpulayer.environment import job_environment, node_environment, to_bytes
 from gpulayer.frames import HELLO, VERSION, FrameReader, ProtocolError, encode_frame
-from gpulayer.guard import PR_SET_CHILD_SUBREAPER, catch_signals, fork_guard
+from gpulayer.guard import ALIVE, PR_SET_CHILD_SUBREAPER, catch_signals, fork_guard, tell_guard
 from gpulayer.network import RefusalError, choose_interface, lock_port, reserve_port
+from gpulayer.node_bundle import FRAMES, NodeBundles
 from gpulayer.node_lease import LEASE_FACTS, Lease, LeaseHeldError
-from gpulayer.processes import (
-    children_of,
-    environment_of,
-    job_processes,
-    keeper_name,
-    libc,
-    marker_entry,
-    signal_process,
-)
+from gpulayer.node_outputs import REQUESTS, OutputDesk, has_outputs
+from gpulayer.processes import children_of, environment_of, job_processes, keeper_name, libc, signal_process
 from gpulayer.programs import Helper
-from gpulayer.ranks import RankWatch
-from gpulayer.streams import JobStreams, remove_tree
+from gpulayer.ranks import Children, RankWatch, number_in
+from gpulayer.streams import JobStreams, Pace, make_job_dir, remove_tree
 from gpulayer.survey import survey
 
 IDLE_TICK_S = 0.05
 QUICK_TICK_S = 0.003
 QUICK_TICKS = 1000
 QUEUE_BYTES = 1 << 18
+GUARD_MARGIN_S = 5.0
 
 PR_SET_NAME = 15
 # What the launcher may send before the start, and once a job is prepared: each has its method `_obey_NAME`.
-UNPREPARED = frozenset(["hold", "release", "survey", "sweep", "helper", "helper_input", "reserve", "prepare"])
+UNPREPARED = frozenset(["hold", "release", "survey", "sweep", "helper", "helper_input", "reserve", "prepare", *FRAMES])
 PREPARED = frozenset(["helper", "helper_input", "start"])
 
 TYPE_CHECKING = False  # mypy takes it for true; importing typing would cost 5 ms
@@ -73,13 +67,18 @@ class Supervisor:
         self.ending = self.drained = self.arrived = self.leaving = False
         self.guard_pid = self.command_pid = 0
         self.guard_link: socket.socket | None = None
+        self.guard_told_s, self.guard_limit_s = 0.0, NEVER
         self.port_holders: list[socket.socket] = []
         self.held_port = 0
         self.helper: Helper | None = None
         self.lease: Lease | None = None
+        self.bundles = NodeBundles(self._send)
+        self.desk = OutputDesk()
         self.quick_ticks = QUICK_TICKS
         self.ranks: dict[int, RankWatch] = {}
+        self.children = Children()
         self.streams: JobStreams | None = None
+        self.pace = Pace()
         os.set_blocking(1, False)
         self.wake = catch_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -91,6 +90,7 @@ class Supervisor:
             self._wait()
             self._watch_ranks()
             self._pump()
+            self._look_after_guard()
             if self.link_up and time.monotonic() - self.last_heard > self.lost_after_s:
                 self._give_up(f"nothing was heard there of gpulayer for {self.lost_after_s:g} s")
             if self.phase == "draining":
@@ -119,6 +119,8 @@ class Supervisor:
                 self._link_lost()
 
     def _tick_s(self) -> float:
+        if self.desk.busy and not self.out:
+            return 0.0
         if self.phase != "running":
             return 1.0 if self.phase == "waiting" else TICK_S
         if len(self.ranks) == self.job["nproc_per_node"]:
@@ -161,8 +163,12 @@ class Supervisor:
             self._end(0.0)
         elif kind == "leave":  # the launcher does not wait for the rest of the output
             self.leaving = True
+        elif kind == "seen":
+            self.pace.seen(header["bytes"], time.monotonic())
         elif kind == "arrived" and self.drained:
             self.arrived = True
+        elif kind in REQUESTS and self.phase == "waiting" and not self.job:
+            self.desk.obey(header, payload)
         elif self.phase == "waiting" and kind in (PREPARED if self.job else UNPREPARED):
             getattr(self, "_obey_" + kind)(header, payload)
         else:
@@ -197,10 +203,11 @@ class Supervisor:
         self.ending = True
         if self.phase == "waiting":
             self._end_helper()
+            self.bundles.close()
             self.phase = "draining"
         elif self.guard_link:
-            with contextlib.suppress(OSError):  # it is dead, and _hear_guard is about to know
-                self.guard_link.send(b"%f" % grace_s)
+            tell_guard(self.guard_link, b"%f" % grace_s)
+            self.guard_limit_s = min(self.guard_limit_s, time.monotonic() + grace_s + KILL_LIMIT_S + GUARD_MARGIN_S)
 
     # -- before the start
 
@@ -283,8 +290,7 @@ class Supervisor:
             self._hold_port(job["master_port"])
         job_dir = os.fsdecode(to_bytes(scratch))  # the same bytes, whatever encoding this machine has for file names
         try:
-            os.mkdir(job_dir, 0o700)
-            os.mkdir(job_dir + "/ranks", 0o700)
+            make_job_dir(job_dir, made=job_dir == self.bundles.job_dir)
         except OSError as error:
             raise RefusalError("job_dir", f"the job's folder {scratch} cannot be made: {error.strerror}") from None
         self.job_dir = job_dir
@@ -292,6 +298,7 @@ class Supervisor:
     def _obey_hold(self, header: Header, payload: bytes) -> None:
         """Hold this node for a job, in place of what was held before; answer `held` or `refused` with the holders."""
         self._release_lease()
+        self.lost_after_s = float(header.get("lost_after_s", self.lost_after_s))
         try:
             self.lease = Lease({name: header[name] for name in LEASE_FACTS})
         except LeaseHeldError as held:
@@ -310,6 +317,13 @@ class Supervisor:
             self.lease.release()
             self.lease = None
 
+    def _obey_bundle(self, header: Header, payload: bytes) -> None:
+        self.bundles.obey(header, payload)
+        self.job_dir = self.bundles.job_dir
+        self.last_heard = time.monotonic()  # hashing and unpacking take their time, in which nobody listened
+
+    _obey_bundle_data = _obey_bundle_end = _obey_bundle_place = _obey_bundle
+
     def _obey_survey(self, header: Header, payload: bytes) -> None:
         self._send({"type": "surveyed"}, json.dumps(survey()).encode())
 
@@ -323,6 +337,7 @@ class Supervisor:
             if process.name == keeper_name(marker) and process.state in "Tt":
                 signal_process(process, signal.SIGKILL)  # stopped, it ends nothing; the other keeper does then
         Ending(marker, {os.getpid()}, self._send).run(float(header["grace_s"]), ask=bool(header.get("term")))
+        self.last_heard = time.monotonic()  # nobody listened meanwhile
 
     # -- the command and its ranks
 
@@ -333,7 +348,7 @@ class Supervisor:
         argv = [to_bytes(arg) for arg in job["argv"]]
         held = [holder.fileno() for holder in self.lease.sockets] if self.lease else []
         outputs = []
-        self.streams = JobStreams(self.job_dir, job["nproc_per_node"])
+        self.streams = JobStreams(self.job_dir, job["nproc_per_node"], job["launcher"], job["first_rank"])
         try:
             outputs = self.streams.create_own()
             self.guard_pid, self.guard_link = fork_guard(job, argv, job_environment(job, self.interface), outputs, held)
@@ -342,6 +357,16 @@ class Supervisor:
             self.phase = "draining"
         for fd in outputs:
             os.close(fd)
+
+    def _look_after_guard(self) -> None:
+        """Show it that this end goes on. One that does not end the job in time stands still: kill and replace it."""
+        now = time.monotonic()
+        if self.guard_link and self.phase == "running" and now > self.guard_limit_s:
+            os.kill(self.guard_pid, signal.SIGKILL)
+            self.guard_limit_s = NEVER
+        if self.guard_link and now - self.guard_told_s > min(1.0, self.lost_after_s / 8):
+            tell_guard(self.guard_link, ALIVE)
+            self.guard_told_s = now
 
     def _hear_guard(self) -> None:
         try:
@@ -397,23 +422,15 @@ class Supervisor:
         known = {watch.process.pid: local_rank for local_rank, watch in self.ranks.items()}
         following = 0
         for process in children_of(self.command_pid) if self.command_pid else ():
-            local_rank = known.get(process.pid, self._local_rank(process.pid, following))
+            has_file = self.streams is not None and self.streams.has_file(following)
+            found = self.children.local_rank(process, self.job["marker"], following, has_file)
+            local_rank = known.get(process.pid, found)
             if local_rank is not None and local_rank < self.job["nproc_per_node"]:
                 following = local_rank + 1
                 if local_rank not in self.ranks:
                     self.ranks[local_rank] = RankWatch(process)
-                    self._send({"type": "rank", "local_rank": local_rank, "pid": process.pid})
-
-    def _local_rank(self, pid: int, following: int) -> int | None:
-        """Return a child's local rank, None if it is no worker (yet). `following` is one more than its elder's.
-
-        A worker that ended before it was seen shows no environment any more, but torchrun starts workers in order.
-        """
-        entries = environment_of(pid)
-        for entry in entries:
-            if entry.startswith(b"LOCAL_RANK="):
-                return int(entry[11:])
-        return None if marker_entry(self.job["marker"]) in entries else following
+                    rank = number_in(environment_of(process.pid), b"RANK=")
+                    self._send({"type": "rank", "local_rank": local_rank, "pid": process.pid, "rank": rank})
 
     def _send_exit(self, header: Header, status: int | None, local_rank: int | None) -> None:
         """Tell of an end; of one that is news and a failure, with the last bytes written and torchrun's error file."""
@@ -426,15 +443,19 @@ class Supervisor:
     # -- output
 
     def _pump(self) -> None:
-        """Queue new output while the queue is short, so that a slow link costs no memory here."""
-        if self.streams and self.link_up and self.phase != "closing":
+        """Queue new output while the queue is short and little is under way, so that news are not late behind it."""
+        self.desk.work(self.out, QUEUE_BYTES)
+        if self.streams and self.link_up and not self.leaving and self.phase != "closing":
             self.streams.find()
-            while len(self.out) < QUEUE_BYTES and self._pump_once():
+            while len(self.out) < QUEUE_BYTES and self.pace.room and self._pump_once():
                 pass
 
     def _pump_once(self) -> bool:
-        frames = self.streams.next_frames() if self.streams and self.link_up else b""
+        if not self.streams or not self.link_up:
+            return False
+        frames, size = self.streams.next_frames()
         self.out += frames
+        self.pace.sent(size, time.monotonic())
         return bool(frames)
 
     def _drain(self) -> None:
@@ -445,13 +466,15 @@ class Supervisor:
                 self._send({"type": "drained"})
             return
         kept = self.job_dir if self.streams and not self.arrived else ""
-        if not kept:
+        outputs = bool(self.streams) and has_outputs(self.job_dir, self.job["outputs"])  # for whoever comes for them
+        if not kept and not outputs:
             remove_tree(self.job_dir)
         self._release_port()
         if self.guard_pid:
             os.kill(self.guard_pid, signal.SIGKILL)
             os.waitpid(self.guard_pid, 0)
-        self._send({"type": "ended", "kept": kept})
+        self._release_lease()
+        self._send({"type": "ended", "kept": kept, "outputs": outputs})
         self.phase = "closing"
 
 

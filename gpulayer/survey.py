@@ -21,8 +21,11 @@ from gpulayer.processes import (
     select_job,
 )
 
-MOST_DESCRIBED = 64  # of a job's processes: an answer has a bound
-MOST_JOBS = 200
+# An answer has a bound (frames.MAX_EVENT_BYTES), and a command line of strange bytes is told in six times its length.
+MOST_DESCRIBED = 64  # of one job's processes
+MOST_DESCRIBED_OF_ALL = 80
+MOST_JOBS = 50
+MOST_LEASES = 50
 
 TYPE_CHECKING = False  # mypy takes it for true; importing typing would cost 5 ms
 if TYPE_CHECKING:
@@ -50,8 +53,12 @@ def survey() -> Header:
         if process.alive and process.name.startswith(keeper_name("")):
             marker = process.name[len(keeper_name("")) :].decode("utf-8", "replace")
             jobs.setdefault(marker, _Job()).add_keeper(process, found, {"GPULAYER_MARKER": marker})
-    told = [job.told(table) for job in list(jobs.values())[:MOST_JOBS]]
-    return {"leases": [facts for facts, _ in found], "jobs": [job for job in told if job["job_id"]]}
+    told = [told for told in (job.told(table) for job in jobs.values()) if told["job_id"]][:MOST_JOBS]
+    room = MOST_DESCRIBED_OF_ALL
+    for one in told:
+        one["processes"] = one["processes"][:room]
+        room -= len(one["processes"])
+    return {"leases": [facts for facts, _ in found[:MOST_LEASES]], "jobs": told}
 
 
 class _Job:

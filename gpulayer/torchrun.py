@@ -1,132 +1,72 @@
-"""torchrun's command line for one node: placeholders, the check for what is left of them, and the argv.
-
-How text is read. A placeholder is `$NAME` or `${NAME}` with a name from PLACEHOLDERS; it becomes that node's value, and
-the value is not read again. `${DOLLAR}` becomes one `$`: the way to have `$HOME` arrive as it stands is
-`${DOLLAR}HOME`. Any other `$NAME`, `${...}` or `$(...)` is a survivor. Every other `$` is text: `^foo$`, `$5`, and
-`$$`, which is a pair of plain dollar signs wherever it stands, so that `a$$b` arrives as `a$$b`.
-"""
+"""torchrun's command line for one node."""
 
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING
 
+from gpulayer.parts import Rendered, escaped, rendered
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from gpulayer.parts import NodePart
 
-    from gpulayer.job import DistributedJob
-    from gpulayer.placement import PlacedNode, Placement
-
-PLACEHOLDERS = (
-    "NODE_RANK",
-    "NNODES",
-    "NPROC_PER_NODE",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "HEAD_ADDR",
-    "NODE_ID",
-    "JOB_ID",
-)
-"""The names that have a value on every node."""
-
-ESCAPE = "DOLLAR"
-"""The name that stands for a plain `$`."""
-
-# One pass from the left. A pair comes first, so that its second `$` begins nothing.
-_DOLLAR = re.compile(r"\$(?:(?P<pair>\$)|(?P<bare>[A-Za-z_][A-Za-z0-9_]*)|\{(?P<braced>[^{}]*)\}|(?P<open>[{(]))")
+C10D_READ_TIMEOUT_S = 60
 
 
-def placeholder_values(placement: Placement, placed: PlacedNode, job_id: str) -> dict[str, str]:
-    """Return the value of every placeholder on one node, the escape included."""
-    return {
-        "NODE_RANK": str(placed.node_rank),
-        "NNODES": str(placement.nnodes),
-        "NPROC_PER_NODE": str(placed.nproc_per_node),
-        "WORLD_SIZE": str(placement.world_size),
-        "MASTER_ADDR": placement.master_addr,
-        "MASTER_PORT": str(placement.master_port),
-        "HEAD_ADDR": placement.master_addr,
-        "NODE_ID": placed.node.id,
-        "JOB_ID": job_id,
-        ESCAPE: "$",
-    }
-
-
-def substitute(text: str, values: Mapping[str, str]) -> str:
-    """Replace each `$NAME` and `${NAME}` that `values` knows, once; leave all else as it is."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match["bare"] or match["braced"]
-        return match[0] if name is None else values.get(name, match[0])
-
-    return _DOLLAR.sub(value, text)
-
-
-def survivors(text: str, known: Collection[str] = (*PLACEHOLDERS, ESCAPE)) -> tuple[str, ...]:
-    """Return what `substitute` would leave of `text` as it was typed: `$NAME`, `${NAME}` and `$(...)`, each once."""
-    found: dict[str, None] = {}
-    for match in _DOLLAR.finditer(text):
-        name = match["bare"] or match["braced"]
-        if match["open"]:
-            found[_bracketed(text, match)] = None
-        elif not match["pair"] and name not in known:
-            found[match[0]] = None
-    return tuple(found)
-
-
-def _bracketed(text: str, match: re.Match[str]) -> str:
-    """Return `$(...)` or an unclosed `${...` for a message: to the closing bracket, or as far as is good to read."""
-    end = text.find(")" if match["open"] == "(" else "}", match.end())
-    whole = text[match.start() :] if end < 0 else text[match.start() : end + 1]
-    return whole if len(whole) <= 60 else f"{whole[:57]}..."
-
-
-def torchrun_argv(
-    job: DistributedJob, placement: Placement, placed: PlacedNode, job_id: str, log_dir: str
-) -> tuple[str, ...]:
-    """Return the command of one node, placeholders substituted. `plan.build_plan` has refused survivors before.
+def render_torchrun(part: NodePart) -> Rendered:
+    """Return the command of one node. `plan.build_plan` has refused survivors of placeholders before.
 
     Every option is there whose absence would leave the choice to a default or to a `PET_*` variable. Long options in
-    the spelling that torch has had since 2.1; the value of `--rdzv-conf timeout` must be a whole number of seconds
-    (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py). IPv6 addresses stand bare in `--master-addr`.
+    the spelling that torch has had since 2.1. IPv6 addresses stand bare in `--master-addr`.
     """
-    values = placeholder_values(placement, placed, job_id)
+    placement, placed, job = part.placement, part.placed, part.job
+    backend, conf = _rendezvous(part)
     options = (
         ("--nnodes", str(placement.nnodes)),
         ("--nproc-per-node", str(placed.nproc_per_node)),
         ("--node-rank", str(placed.node_rank)),
         ("--master-addr", placement.master_addr),
         ("--master-port", str(placement.master_port)),
-        # An endpoint would win over address and port, so none is set, and openly.
-        ("--rdzv-backend", "static", "--rdzv-endpoint="),
+        backend,
         ("--max-restarts=0",),
         # Two jobs with torchrun's default id, "none", can join each other.
-        ("--rdzv-id", job_id),
-        ("--rdzv-conf", f"timeout={math.ceil(job.rendezvous.join_timeout_s)}"),
+        ("--rdzv-id", part.job_id),
+        conf,
         ("--role", "default"),
         ("--monitor-interval", "0.1"),
-        # A file for each rank and stream: ranks that share a pipe break each other's lines.
         ("--redirects", "3"),
         ("--tee", "0"),
-        ("--log-dir", log_dir),
+        ("--log-dir", part.log_dir),
         ("--module",) if job.module else (),
     )
     # `--` ends torchrun's options, and keeps a `--` among the script's arguments from being dropped by argparse.
-    return (
-        job.python or placed.node.python,
-        *("-m", "torch.distributed.run"),
-        *(word for option in options for word in option),
-        "--",
-        *(_escape(substitute(text, values)) for text in (job.entrypoint, *job.args)),
-    )
+    launcher = (part.python, "-m", "torch.distributed.run", *(word for option in options for word in option), "--")
+    return rendered(launcher, escaped(part.words))
 
 
-def _escape(text: str) -> str:
-    """Return what torchrun turns into `text`.
+def _rendezvous(part: NodePart) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return how the agents meet: by which backend, and its settings.
 
-    It passes the script and its arguments through string.Template with `local_rank` as the only name
-    (torch/distributed/elastic/utils/api.py, `macros.substitute`).
+    Static: `timeout` must be a whole number of seconds, and nothing else is obeyed
+    (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py). c10d: each agent must be told whether it is the
+    host, since it would guess that from its host name, and by which address the others know it; they are numbered in
+    the order of these addresses (dynamic_rendezvous.py, `_mark_rendezvous_complete`), as the placement has them.
     """
-    return text.replace("$", "$$")
+    timeout_s = math.ceil(part.job.rendezvous.join_timeout_s)
+    if part.job.rendezvous.kind == "static":
+        # An endpoint would win over address and port, so none is set, and openly.
+        return ("--rdzv-backend", "static", "--rdzv-endpoint="), ("--rdzv-conf", f"timeout={timeout_s}")
+    address = part.placement.master_addr
+    host = f"[{address}]" if ":" in address else address
+    settings = {
+        "is_host": int(part.placed.node_rank == 0),
+        "join_timeout": timeout_s,
+        "read_timeout": max(timeout_s, C10D_READ_TIMEOUT_S),
+    }
+    return (
+        ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{part.placement.master_port}"),
+        (
+            *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in settings.items())),
+            *("--local-addr", part.placed.address),
+        ),
+    )

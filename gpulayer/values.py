@@ -1,4 +1,4 @@
-"""The rules for single values of the hosts map: what each may look like, and what to write instead.
+"""The rules for single values of the hosts map and the job file: what each may look like, and what to write instead.
 
 Standard library only, so that options which override a key of the map can be held to the same rule.
 Every `check_` function returns nothing when the value is good and raises ValueRefusedError when it is not.
@@ -7,12 +7,16 @@ Every `check_` function returns nothing when the value is good and raises ValueR
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 
 NODE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _RANGE_HINT = "write a range such as `[01-16]` or `[1,3-5]`, and an IPv6 address without brackets"
+SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]i?B|B)\s*$")
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"kiB": 1 << 10, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _MAX_INTERFACE = 15  # Linux: IFNAMSIZ is 16 with the final NUL
 
 
@@ -177,3 +181,74 @@ def check_env_value(value: str) -> None:
     """A value that an environment variable can have: anything but NUL."""
     if "\0" in value:
         raise ValueRefusedError("holds a NUL character, which no environment variable can")
+
+
+def check_count(value: int) -> None:
+    """A number of things of which there is at least one."""
+    if value < 1:
+        raise ValueRefusedError("is not 1 or more")
+
+
+def check_seconds(value: float) -> None:
+    """A time that something may take."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueRefusedError("is no number of seconds above 0")
+
+
+def check_grace(value: float) -> None:
+    """A time that may be none at all."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueRefusedError("is no number of seconds from 0 up")
+
+
+def check_word(value: str) -> None:
+    """One word of a command: anything but NUL."""
+    if "\0" in value:
+        raise ValueRefusedError("holds a NUL character, which no argument can")
+
+
+def check_script(value: str) -> None:
+    """What stands first in a command, where an option would be taken for something else."""
+    check_word(value)
+    if not value:
+        raise ValueRefusedError("is empty", "name the script that every rank runs")
+    if value.startswith("-"):
+        raise ValueRefusedError("begins with `-`", f'write "./{value}"')
+
+
+def check_file_folder(value: str) -> None:
+    """A folder, as a full path or from the folder of the file that names it."""
+    _check_text(value, spaces=True)
+    if value.startswith("~"):
+        raise ValueRefusedError("begins with `~`, which nothing expands here", "write the full path")
+
+
+def check_output(value: str) -> None:
+    """A path or a pattern of what comes back at the end, from the working directory on."""
+    _check_text(value, spaces=True)
+    advice = "write it from the working directory on, or have the job write to $GPULAYER_OUTPUT_DIR"
+    if value.startswith(("/", "~")):
+        raise ValueRefusedError("is no path from the working directory on", advice)
+    if ".." in value.split("/"):
+        raise ValueRefusedError("leads out of the working directory", advice)
+
+
+def parse_size(value: object) -> int:
+    """Return how many bytes a size stands for: a whole number of bytes, or a text such as `200MB` or `1.5 GiB`."""
+    if type(value) is int:
+        size = value
+    else:
+        match = SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise ValueRefusedError("is no size", 'write a number of bytes, or a text such as "200MB" or "1.5GiB"')
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise ValueRefusedError("is no size of 1 byte or more")
+    return size
+
+
+def size_text(size: int) -> str:
+    """Return a size as people write it: `2GB`."""
+    units = [(name, unit) for name, unit in _UNITS.items() if size % unit == 0 and len(name) == 2 and name != "KB"]
+    name, unit = max(units, key=lambda one: one[1], default=("B", 1))
+    return f"{size // unit}{name}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import cluster as clusters
-from tests.support import leaks, netns, sshd
+from tests.support import leaks, netns, slurm, sshd
 from tests.support.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def _missing_for(ring: str) -> str:
         return "" if importlib.util.find_spec("torch") else "torch is not installed"
     if ring == "nft":
         return "" if shutil.which("nft", path=netns.SYSTEM_PATH) else "`nft` is missing"
+    if ring == "slurm":
+        return slurm.missing()
     reasons = netns.missing()
     if not Path(sshd.SSHD).exists():
         reasons.append(f"{sshd.SSHD} is missing")
@@ -39,12 +41,20 @@ def _missing_for(ring: str) -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the tests of a ring that is missing here; fail them where GPULAYER_REQUIRE names the ring."""
     required = os.environ.get("GPULAYER_REQUIRE", "").replace(",", " ").split()
-    for ring in ("ssh", "torch", "nft"):
+    for ring in ("ssh", "torch", "nft", "slurm"):
         reason = _missing_for(ring) if item.get_closest_marker(ring) else ""
         if reason and ring in required:
             pytest.fail(f"GPULAYER_REQUIRE has `{ring}`, but: {reason}", pytrace=False)
         if reason:
             pytest.skip(f"ring `{ring}`: {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Jobs of this test run are no matter of another one's on this machine: their maps name the same nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPULAYER_LEASES", str(tmp_path_factory.mktemp("leases")))
+        yield
 
 
 @pytest.fixture(autouse=True)

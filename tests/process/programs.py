@@ -34,7 +34,7 @@ name = "command" if os.fork() else "child"
 file = open(sys.argv[1] + "/" + name, "a", buffering=1)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, lambda number, frame: print(signal.Signals(number).name, file=file))
-print("ready", name, flush=True)
+os.write(1, b"ready %s\n" % name.encode())
 while True:
     time.sleep(1000)
 """
@@ -54,7 +54,10 @@ while True:
 QUICK = """
 import os, subprocess, sys, time
 ranks = []
-for number, text in enumerate(sys.argv[1:]):
+for number, text in enumerate(sys.argv[2:]):
+    folder = f"{sys.argv[1]}/ranks/x_1/attempt_0/{number}"  # torchrun makes a rank's files before it starts it
+    os.makedirs(folder)
+    open(f"{folder}/stdout.log", "w").close()
     env = dict(os.environ, LOCAL_RANK=str(number), RANK=str(number))
     ranks.append(subprocess.Popen(["/bin/sh", "-c", text], env=env, start_new_session=True))
 time.sleep(0.1)
@@ -64,12 +67,14 @@ while any(rank.poll() is None for rank in ranks):
 
 # Part of a rank: a chain of processes, each gone before it can be signalled, and a tree of 121 of them.
 CHAIN = """
-import os
+import os, time
 if os.fork() == 0:
     os.setsid()
-    while True:
+    over_at = time.monotonic() + 60  # a chain that nobody ends must not last for ever
+    while time.monotonic() < over_at:
         if os.fork():
             os._exit(0)
+    os._exit(0)
 """
 TREE = """
 import os, time

@@ -55,7 +55,7 @@ def test_polite_ranks_end_at_once_and_are_all_told_of(node: LocalNode, script: S
     node.send("stop", grace_s=30)
     node.wait_for("ended", timeout_s=10)
     assert not is_alive(guard)
-    assert node.finish() == {"type": "ended", "kept": ""}
+    assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
     kinds = [header["type"] for header in node.frames]
     assert kinds[-4:] == ["exit", "swept", "drained", "ended"]
     ends = [(one["local_rank"], one["status"], one["parts"]) for one in node.frames if one["type"] == "rank_exit"]
@@ -191,3 +191,53 @@ def test_two_supervisors_of_one_job_leave_each_other_alone(
         assert len(before) == 4  # supervisor, guard, torchrun, rank
         other.send("kill")
         assert other.finish()["type"] == "ended"
+
+
+SHELL_CHILD = """
+import os, signal, sys, time
+def told(number, frame):
+    print("told", flush=True)
+    time.sleep(0.5)
+    print("ended well", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, told)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_commands_group_is_told_once_and_has_the_grace(node: LocalNode, script: ScriptWriter) -> None:
+    """A shell dies of SIGTERM at once and passes nothing on: its child is told too, and ends in its own time."""
+    argv = ["/bin/sh", "-c", f"{sys.executable} {script(SHELL_CHILD)}; echo never"]
+    node.run(argv, nproc_per_node=0, launcher="command")
+    node.wait_for_output(None, b"ready")
+    node.send("stop", grace_s=20)
+    node.send("stop", grace_s=10)
+    assert node.finish()["type"] == "ended"
+    assert node.output[None, "stdout"] == b"ready\ntold\nended well\n"
+    assert node.wait_for("exit")["status"] == signal.SIGTERM
+    swept = node.wait_for("swept")
+    assert (swept["killed"], swept["survivors"]) == (0, [])
+
+
+def test_a_commands_stubborn_child_ends_with_the_grace(node: LocalNode, script: ScriptWriter) -> None:
+    """What ignores SIGTERM, and has outlived the command, is killed when the grace is over."""
+    source = SHELL_CHILD.replace("signal.SIGTERM, told", "signal.SIGTERM, signal.SIG_IGN")
+    argv = ["/bin/sh", "-c", f"{sys.executable} {script(source)}; echo never"]
+    node.run(argv, nproc_per_node=0, launcher="command")
+    node.wait_for_output(None, b"ready")
+    began = time.monotonic()
+    node.send("stop", grace_s=1)
+    assert node.wait_for("swept")["killed"] == 1
+    assert 1 <= time.monotonic() - began < 1 + 5
+    assert node.finish()["type"] == "ended"
+
+
+def test_a_command_without_children_has_the_grace_too(node: LocalNode, script: ScriptWriter) -> None:
+    """torchrun alone is not waited for, once its ranks are gone; a command may need the time to end well."""
+    node.run([sys.executable, str(script(SHELL_CHILD))], nproc_per_node=0, launcher="command")
+    node.wait_for_output(None, b"ready")
+    node.send("stop", grace_s=20)
+    node.finish()
+    assert node.output[None, "stdout"] == b"ready\ntold\nended well\n"
+    assert node.wait_for("exit")["status"] == 0

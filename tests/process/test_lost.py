@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
     ScriptWriter = Callable[[str], Path]
 
+# Part of a rank: 600 processes whose parent is gone, which live for 2 s.
+ORPHANS = """
+import os, time
+for _ in range(600):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(2)
+        os._exit(0)
+"""
 FLOOD = "import os\nblock = b'x' * 65535 + b'\\n'\nwhile True: os.write(1, block)"
 
 
@@ -57,6 +66,18 @@ def test_the_supervisor_ends_all_of_it_when_the_guard_is_killed(node: LocalNode,
     os.kill(node.guard_pid, signal.SIGKILL)
     assert "guard" in node.wait_for("error")["message"]
     assert wait_gone(*pids) < 1 + 2
+
+
+def test_the_guard_ends_all_of_it_when_the_supervisor_stands_still(node: LocalNode, script: ScriptWriter) -> None:
+    """A stopped supervisor does not see that the launcher is gone; its guard does not hear of it, and ends the job.
+
+    Nor is the guard held up by all that it has to tell, here of 600 orphans.
+    """
+    pids = _stubborn(node, lambda source: script(ORPHANS + source), lost_after_s=4.0, grace_s=1)
+    os.kill(node.hello["pid"], signal.SIGSTOP)
+    assert wait_gone(*pids[2:], timeout_s=15) > 2
+    os.kill(node.hello["pid"], signal.SIGCONT)
+    node.finish()
 
 
 def test_with_both_killed_torchrun_is_told_by_the_kernel(node: LocalNode, script: ScriptWriter) -> None:
@@ -126,7 +147,7 @@ def test_a_second_supervisor_sweeps_up_after_one_that_hangs(
         assert second.wait_for("swept") == {"type": "swept", "killed": 0, "survivors": []}
         assert not any(map(is_alive, pids))
         second.send("kill")
-        assert second.finish() == {"type": "ended", "kept": ""}
+        assert second.finish() == {"type": "ended", "kept": "", "outputs": False}
 
 
 def test_a_sweep_kills_what_will_not_go_and_its_keepers(node: LocalNode, script: ScriptWriter, tmp_path: Path) -> None:
@@ -153,7 +174,7 @@ def test_the_guard_holds_nothing_of_the_supervisor(node: LocalNode, script: Scri
     node.send("start")
     links = {str(fd.readlink()) for fd in Path(f"/proc/{node.guard_pid}/fd").iterdir()}
     files = {link for link in links if link.startswith("/")}
-    assert files == {"/dev/null", f"{node.job_dir}/torchrun.stdout.log", f"{node.job_dir}/torchrun.stderr.log"}
+    assert files == {"/dev/null", f"{node.job_dir}/command.stdout.log", f"{node.job_dir}/command.stderr.log"}
     assert len(links - files) == 2  # the wake-up pipe, and the link to the supervisor
     os.kill(node.hello["pid"], signal.SIGKILL)
     node.finish()

@@ -130,6 +130,15 @@ def test_the_lease_outlives_the_supervisor_while_its_guard_ends_the_job(
         assert _hold(second, _facts("second")) == ("held", [])
 
 
+def test_a_lease_is_given_back_when_the_launcher_is_silent(node: LocalNode) -> None:
+    """With a launcher that is cut off before the start, the node is free after `lost_after_s`."""
+    node.send("hold", **_facts(), lost_after_s=0.5)
+    node.wait_for("held")
+    assert node.wait_for("error")["message"] == "nothing was heard there of gpulayer for 0.5 s"
+    node.process.wait(10)
+    assert [held for held, _ in leases() if held["scope"] == _facts()["scope"]] == []
+
+
 def test_the_job_itself_does_not_have_the_lease_open(node: LocalNode, script: ScriptWriter) -> None:
     """A daemon that outlives everything cannot hold the node: only supervisor and guard have the sockets."""
     assert _hold(node, _facts("first")) == ("held", [])

@@ -79,7 +79,7 @@ def test_a_reader_that_stops_blocks_no_rank_and_costs_no_memory(
     status = Path(f"/proc/{node.hello['pid']}/status").read_text()
     assert int(status.partition("VmHWM:")[2].split()[0]) < 30_000
     node.send("arrived")
-    assert node.finish() == {"type": "ended", "kept": ""}
+    assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
     assert hashlib.sha256(node.output[0, "stdout"]).hexdigest() == _digest_of_blocks(count)
     assert not node.job_dir.exists()
 
@@ -123,7 +123,7 @@ def test_the_folder_stays_until_the_launcher_has_all_of_it(node: LocalNode, scri
     (log,) = node.job_dir.glob("ranks/*/attempt_0/0/stdout.log")
     assert log.read_text() == "hello\n"
     node.send("arrived")
-    assert node.finish() == {"type": "ended", "kept": ""}
+    assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
     assert not node.job_dir.exists()
 
 
@@ -134,7 +134,7 @@ def test_told_to_leave_a_node_keeps_the_rest(node: LocalNode, script: ScriptWrit
     wait_until((tmp_path / "written").exists, "the rank has written all of it", timeout_s=60)
     wait_gone(node.wait_for("started")["pid"])
     node.send("leave")
-    assert node.finish() == {"type": "ended", "kept": str(node.job_dir)}
+    assert node.finish() == {"type": "ended", "kept": str(node.job_dir), "outputs": False}
     (log,) = node.job_dir.glob("ranks/*/attempt_0/0/stdout.log")
     assert hashlib.sha256(log.read_bytes()).hexdigest() == _digest_of_blocks(count)
     assert len(node.output[0, "stdout"]) < log.stat().st_size

@@ -74,7 +74,7 @@ def test_the_environment_is_the_nodes_own_cleaned_and_marked(tmp_path: Path, scr
     shell = {"PWD", "OLDPWD", "SHLVL", "_"}  # what /bin/sh may set
     with LocalNode(tmp_path, environ=own | stale) as node:
         seen = _show(node, script, env={"RANK_OF": "me"}, address="192.0.2.1", nnodes=1, master_addr="::1")
-    expected = own | {"RANK_OF": "me", "GPULAYER_MARKER": node.marker}
+    expected = own | {"RANK_OF": "me", "GPULAYER_MARKER": node.marker, "GPULAYER_NODE_RANK": "1"}
     if seen.pop(b"GLOO_SOCKET_IFNAME", None):  # an address that is not here has an interface where a route has one
         del seen[b"NCCL_SOCKET_IFNAME"], seen[b"TP_SOCKET_IFNAME"]
     assert {name.decode(): value.decode() for name, value in seen.items() if name.decode() not in shell} == expected
@@ -157,7 +157,7 @@ def test_a_node_that_cannot_take_part_says_why(
     assert (answer["type"], answer["code"]) == ("refused", code)
     assert answer["message"].startswith(message)
     node.send("kill")
-    assert node.finish() == {"type": "ended", "kept": ""}
+    assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
     assert not node.job_dir.exists()
 
 
@@ -167,7 +167,7 @@ def test_a_job_that_never_starts_leaves_no_folder(node: LocalNode) -> None:
     assert (node.job_dir / "ranks").is_dir()
     assert node.job_dir.stat().st_mode & 0o777 == 0o700
     node.send("kill")
-    assert node.finish() == {"type": "ended", "kept": ""}
+    assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
     assert not node.job_dir.exists()
 
 

@@ -187,6 +187,20 @@ def test_scripts(tmp_path: Path) -> None:
     ]
 
 
+def test_commands(tmp_path: Path) -> None:
+    """A command is found as execvp will find it: by the job's PATH, or from the job's folder if its name has a `/`."""
+    for name in ("bin/tool", "here", "plain"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o644 if name == "plain" else 0o755)
+    asked = ("tool", "./here", str(tmp_path / "here"), "here", "plain", "./plain", "bin", "gone")
+    with ProbeProcess(env={"PATH": f"/no/such:{tmp_path}/bin"}) as node:
+        found = [node.facts(request(tmp_path, script=None, command=name)).script for name in asked]
+    assert [one and one.state for one in found] == ["ok"] * 3 + ["not_found_command"] * 5
+    assert found[0] is not None
+    assert (found[0].path, found[0].sha256) == (f"{tmp_path}/bin/tool", None)
+
+
 def test_modules(tmp_path: Path) -> None:
     """Modules are found as `-m` finds them and never imported; one that only an import could find is left alone."""
     bomb = "raise SystemExit('imported')\n"

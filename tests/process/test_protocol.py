@@ -12,7 +12,7 @@ import pytest
 
 from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import HandshakeError, NodeError
-from gpulayer.events import CommandStarted, Event, NodeLost
+from gpulayer.events import CommandStarted, Event, NodeLost, Notice, RankStarted
 from gpulayer.frames import MAX_EVENT_BYTES, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from gpulayer.remote import RemoteNode
 from tests.process.programs import POLITE
@@ -196,6 +196,9 @@ def test_a_greeting_that_makes_no_sense_refuses_the_node(tmp_path: Path, data: b
                 node.data_received(b"noise" + greeting[:9])
                 node.data_received(greeting[9:] + data)
 
+            async def drain(self) -> None:
+                pass
+
             def close(self) -> None:
                 pass
 
@@ -204,3 +207,16 @@ def test_a_greeting_that_makes_no_sense_refuses_the_node(tmp_path: Path, data: b
     with pytest.raises(NodeError) as caught:
         asyncio.run(greet())
     assert isinstance(caught.value, HandshakeError)
+
+
+def test_ranks_that_are_numbered_otherwise_are_told_once(tmp_path: Path) -> None:
+    """Where a rank has another number than the plan gave it, gpulayer says so: tags and file names have the plan's."""
+    frames = [encode_frame({"type": "rank", "local_rank": one, "pid": 7 + one, "rank": 1 - one}) for one in (0, 1)]
+    events, _ = asyncio.run(_run_false_node(tmp_path, STARTED + b"".join(frames) + b"x" * (1 << 24)))
+    assert events[1] == RankStarted(0, 0, 7)
+    assert events[3] == RankStarted(0, 1, 8)
+    notice = events[2]
+    assert isinstance(notice, Notice)
+    assert notice.text.startswith("ranks are numbered otherwise there than planned")
+    assert notice.text.endswith(": rank 1 is 0 here")
+    assert isinstance(events[4], NodeLost)

@@ -57,7 +57,7 @@ def test_a_failing_rank_is_told_of_first(node: LocalNode, script: ScriptWriter, 
 
 def test_ranks_that_end_within_milliseconds_are_seen(node: LocalNode, script: ScriptWriter) -> None:
     """Ranks that have ended before anyone could look are told apart, each with its own code."""
-    argv = [sys.executable, str(script(QUICK)), "exit 3", "exit 4", "sleep 0.3; exit 5"]
+    argv = [sys.executable, str(script(QUICK)), str(node.job_dir), "exit 3", "exit 4", "sleep 0.3; exit 5"]
     node.run(argv, nproc_per_node=3)
     node.finish()
     assert [node.wait_for("rank_exit", local_rank=one)["status"] >> 8 for one in (0, 1, 2)] == [3, 4, 5]
@@ -68,7 +68,7 @@ def test_successful_ranks_are_told_of_without_tails(node: LocalNode, script: Scr
     """A job that goes well ends with 0 for every rank and for the command, and its folder is gone."""
     source = "import os, sys; print('rank', os.environ['RANK']); print('bad', file=sys.stderr)"
     node.run(fake_torchrun(node, script(source), nproc_per_node=3), nproc_per_node=3)
-    assert node.finish() == {"type": "ended", "kept": ""}
+    assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
     ends = [header for header in node.frames if header["type"] in ("rank_exit", "exit")]
     assert [(one["status"], one["parts"]) for one in ends] == [(0, [])] * 4
     assert node.output == {
@@ -80,9 +80,10 @@ def test_successful_ranks_are_told_of_without_tails(node: LocalNode, script: Scr
 
 
 def test_other_children_of_torchrun_are_no_ranks(node: LocalNode, script: ScriptWriter) -> None:
-    """A helper that torchrun starts first, which has no LOCAL_RANK, is not taken for rank 0."""
-    source = "import subprocess\nsubprocess.Popen(['/bin/sleep', '1000'])\n" + QUICK
-    node.run([sys.executable, str(script(source)), "exit 3"], nproc_per_node=1)
+    """A helper that was started first, which has no LOCAL_RANK, is not taken for rank 0, not even once it has ended."""
+    helpers = "for argv in (['/bin/sleep', '1000'], ['/bin/true']): subprocess.Popen(argv)"
+    source = f"import subprocess, time\n{helpers}\ntime.sleep(0.3)\n{QUICK}"
+    node.run([sys.executable, str(script(source)), str(node.job_dir), "exit 3"], nproc_per_node=1)
     node.finish()
     assert [(one["local_rank"], one["status"]) for one in node.frames if one["type"] == "rank_exit"] == [(0, 3 << 8)]
 
@@ -95,3 +96,32 @@ def test_a_rank_killed_from_outside_is_told_of_at_once(node: LocalNode, script: 
     end = node.wait_for("rank_exit")
     assert (end["status"], node.payload_of(end)["stdout"]) == (signal.SIGKILL, b"ready\n")
     node.finish()
+
+
+def test_each_rank_says_its_number(node: LocalNode, script: ScriptWriter) -> None:
+    """The launcher learns which RANK a process really has, to compare it with the plan."""
+    node.run(fake_torchrun(node, script(POLITE), nproc_per_node=2), nproc_per_node=2)
+    assert [node.wait_for("rank", local_rank=one)["rank"] for one in (0, 1)] == [0, 1]
+
+
+def test_deepspeeds_files_are_followed(node: LocalNode, script: ScriptWriter) -> None:
+    """One file for both streams of a rank, named by the rank's number in the job; its last words come with its end."""
+    source = """
+import os, subprocess, sys, time
+ranks = []
+for local_rank in range(2):
+    env = dict(os.environ, LOCAL_RANK=str(local_rank), RANK=str(4 + local_rank))
+    with open(f"{sys.argv[1]}/ranks/20261129150210_rank{4 + local_rank}.log", "w") as log:
+        shell = f"echo out {local_rank}; echo err {local_rank} >&2; exit {local_rank}"
+        ranks.append(subprocess.Popen(["/bin/sh", "-c", shell], env=env, stdout=log, stderr=log))
+time.sleep(0.2)  # it looks after them once a second
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+    argv = [sys.executable, str(script(source)), str(node.job_dir)]
+    node.run(argv, nproc_per_node=2, launcher="deepspeed", first_rank=4)
+    node.finish()
+    assert node.output[0, "stdout"] == b"out 0\nerr 0\n"
+    assert node.output[1, "stdout"] == b"out 1\nerr 1\n"
+    assert (0, "stderr") not in node.output
+    end = node.wait_for("rank_exit", local_rank=1)
+    assert (end["status"] >> 8, node.payload_of(end)["stdout"]) == (1, b"out 1\nerr 1\n")

@@ -54,7 +54,7 @@ def test_it_runs_on_every_python_from_3_8_on(version: str, tmp_path: Path) -> No
         daemon = pid_in(tmp_path / "daemon-0")
         assert node.wait_for("rank_exit", local_rank=1)["status"] == 7 << 8
         node.send("stop", grace_s=0.2)
-        assert node.finish() == {"type": "ended", "kept": ""}
+        assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
         assert node.wait_for("swept")["survivors"] == []
         assert not is_alive(daemon)
 
@@ -106,7 +106,7 @@ def test_a_chatty_login_shell_changes_nothing(tmp_path: Path) -> None:
         assert (node.hello["version"], node.hello["python"]) == (VERSION, sys.version.split()[0])
         assert len(node.noise) > 3_000_000
         node.send("kill")
-        assert node.finish() == {"type": "ended", "kept": ""}
+        assert node.finish() == {"type": "ended", "kept": "", "outputs": False}
 
 
 def test_a_launcher_keeps_little_of_the_noise(tmp_path: Path) -> None:

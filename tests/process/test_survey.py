@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -68,12 +69,14 @@ def test_what_is_left_when_all_keepers_are_dead_is_found_and_ended(
 ) -> None:
     """With supervisor and guard killed at once, a deaf process is left; it is told of, gets SIGTERM, then SIGKILL."""
     _run(node, script(NOTING), str(tmp_path))
+    for name in (b"ready command", b"ready child"):
+        node.wait_for_output(None, name)
     pids = [node.wait_for("started")["pid"]]
     os.kill(node.guard_pid, signal.SIGSTOP)
     guard = node.guard_pid
     os.kill(node.hello["pid"], signal.SIGKILL)
-    os.kill(guard, signal.SIGKILL)
     node.process.wait(10)
+    os.kill(guard, signal.SIGKILL)
     wait_gone(guard)
     wait_until(lambda: (tmp_path / "command").read_text() == "SIGTERM\n", "the kernel has told it")
     with LocalNode(tmp_path) as other:
@@ -119,11 +122,11 @@ def test_keepers_without_a_process_are_told_by_their_lease(
 
 def test_a_process_of_no_job_is_neither_told_nor_touched(node: LocalNode, tmp_path: Path) -> None:
     """A program that only mentions gpulayer's names, on its command line or in another variable, is nobody's job."""
-    argv = ["sleep", "1000"]
-    lookalike = subprocess.Popen(argv, env={"X": f"GPULAYER_MARKER={'f' * 32}", "GPULAYER_JOB_ID": "a-job"})
+    marker = secrets.token_hex(16)
+    lookalike = subprocess.Popen(["sleep", "1000"], env={"X": f"GPULAYER_MARKER={marker}", "GPULAYER_JOB_ID": "a-job"})
     try:
-        assert _job(node, "f" * 32) is None
-        node.send("sweep", marker="f" * 32, grace_s=0, term=True)
+        assert _job(node, marker) is None
+        node.send("sweep", marker=marker, grace_s=0, term=True)
         assert node.wait_for("swept") == {"type": "swept", "killed": 0, "survivors": []}
         seen = read_process(lookalike.pid)
         assert seen

@@ -18,7 +18,7 @@ import pytest
 
 from gpulayer import errors
 from gpulayer.ssh import SshConnector, SshSettings, SshTarget
-from tests.support.local_sshd import LocalSshd, deaf_port, free_port, listener, public, ssh_agent
+from tests.support.local_sshd import Home, LocalSshd, deaf_port, free_port, listener, public, ssh_agent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.ssh
 
 ME = getpass.getuser()
-NOTE = "gpulayer does not read StrictHostKeyChecking from the SSH config"
+NOTE = (
+    "`--accept-new-host-keys` adds the keys of new hosts;"
+    " gpulayer does not read StrictHostKeyChecking from the SSH config"
+)
 LOGIN_KEY = asyncssh.generate_private_key("ssh-ed25519")
 OTHER_KEY = asyncssh.generate_private_key("ssh-ed25519")
 MANY = 70  # more than the bound on logins in flight
@@ -39,33 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSshd]:
     """A plain server that lets LOGIN_KEY in."""
     with LocalSshd(tmp_path_factory.mktemp("server"), public(LOGIN_KEY)) as sshd:
         yield sshd
-
-
-@dataclasses.dataclass(frozen=True)
-class Home:
-    """A user's home folder on the login node."""
-
-    path: Path
-
-    @property
-    def ssh(self) -> Path:
-        """~/.ssh."""
-        return self.path / ".ssh"
-
-    def key(self, key: asyncssh.SSHKey, name: str = "id_ed25519") -> Path:
-        """Write a key pair; returns the private file."""
-        key.write_private_key(self.ssh / name)
-        key.write_public_key(self.ssh / f"{name}.pub")
-        (self.ssh / name).chmod(0o600)
-        return self.ssh / name
-
-    def config(self, *lines: str) -> None:
-        """Write ~/.ssh/config."""
-        (self.ssh / "config").write_text("\n".join(lines) + "\n")
-
-    def know(self, *texts: str) -> None:
-        """Write ~/.ssh/known_hosts."""
-        (self.ssh / "known_hosts").write_text("".join(texts))
 
 
 @pytest.fixture

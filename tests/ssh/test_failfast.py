@@ -119,33 +119,6 @@ def test_rank_2_exits_17_after_2_s_while_the_others_sleep(cluster4: Cluster, tor
     assert [done.log(rank, rank) for rank in range(4)] == [f"rank {rank} begins\n".encode() for rank in range(4)]
 
 
-@pytest.mark.usefixtures("neighbours")
-@pytest.mark.parametrize("user", ["root", "walker"])
-def test_stubborn_silent_workers_and_their_daemons_are_gone_after_the_grace(cluster4: Cluster, user: str) -> None:
-    """SIGTERM ignored, daemons in sessions of their own, one with an empty environment: clean within grace + 2 s."""
-    folder = cluster4.new_folder("out")
-    login = cluster4.login if user == "root" else cluster4.walker
-    hosts_file = _map(cluster4, "fake", folder, FAILS="2", SECRETIVE="1")
-    with jobs.launch(login, hosts_file, ["--grace", "3"], jobs.write_script(cluster4, endings.STUBBORN)) as live:
-        watched = endings.wait_stubborn(cluster4, daemons=8)
-        assert {process.uid for process in watched.processes.values()} == {login.user.uid}
-        (folder / "go").touch()
-        gone_at = watched.wait_gone()
-        done = live.finish()
-        returned_at = time.monotonic()
-    assert_clean(cluster4)
-    failed_at = endings.noted(folder, "failed")
-    print(f"4 hosts, stubborn, {user}: gone {gone_at - failed_at:.3f} s after it")
-    assert gone_at - failed_at < 3 + 2
-    assert returned_at - failed_at < 3 + 2
-    assert done.returncode == done.receipt["exit_code"] == 1
-    assert outcomes(done.receipt) == [STOPPED, STOPPED, FAILED, STOPPED]
-    assert [node["ranks"][0]["code"] for node in done.receipt["nodes"]][2] == 17
-    assert "  first: rank 2 on node 2 (h02) exited with code 17" in block(done.stderr)
-    assert "last lines" not in block(done.stderr)
-    assert done.stdout == ""
-
-
 def test_64_hosts(make_cluster: ClusterFactory) -> None:
     """A rank fails while 63 hosts work: every process is gone, each node is told of, and the block stays short."""
     cluster = make_cluster(64)
@@ -223,27 +196,6 @@ def test_a_node_that_exits_0_early_is_no_failure_and_no_success(
     ended = [event["t"] for event in done.named("rank_exited") if event["node_rank"] == early]
     assert ended[0] < min(e["t"] for e in done.named("rank_exited") if e["node_rank"] != early)
     assert ("node 1 (h01) exited with code 5" in block(done.stderr)) == bool(code)
-
-
-@pytest.mark.parametrize("victim", ["worker", "torchrun"])
-def test_a_killed_worker_and_a_killed_torchrun_are_told_apart(cluster2: Cluster, victim: str) -> None:
-    """SIGKILL (the kernel out of memory) to a worker is that rank's end; to torchrun, the command's."""
-    folder = cluster2.new_folder("out")
-    script = jobs.write_script(cluster2, endings.STUBBORN)
-    with jobs.launch(cluster2.login, _map(cluster2, "fake", folder), ["--grace", "1"], script) as live:
-        endings.wait_ready(folder, 2)
-        started = {"worker": "rank_started", "torchrun": "command_started"}[victim]
-        inside = live.wait_for_event(started, node_rank=1)["pid"]
-        cluster2.hosts[1].run(["kill", "-9", str(inside)])
-        done = live.finish()
-    assert_clean(cluster2)
-    assert done.returncode == 1
-    assert outcomes(done.receipt) == [STOPPED, FAILED]
-    cause = done.receipt["cause"]
-    assert (cause["node_rank"], cause["rank"]) == (1, 1 if victim == "worker" else None)
-    assert (cause["kind"], cause["signal"]) == ("rank" if victim == "worker" else "command", 9)
-    name = "rank 1" if victim == "worker" else "torchrun"
-    assert f"  first: {name} on node 1 (h01) was killed by SIGKILL" in block(done.stderr)
 
 
 def test_torchrun_that_cannot_start(cluster2: Cluster) -> None:

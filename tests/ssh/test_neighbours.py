@@ -1,9 +1,8 @@
-"""A job ends what is its own and nothing else; what it cannot end it names; many jobs leave no trace."""
+"""A job ends what is its own and nothing else."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import endings, jobs, procs
-from tests.support.endings import assert_clean, block, outcomes
+from tests.support import endings, jobs
+from tests.support.endings import assert_clean, outcomes
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.ssh
 
-STOPPED = ("stopped", True)
-FAILED = ("failed", True)
 SUCCEEDED = ("succeeded", True)
 
 # A daemon in a session of its own, then work until OUT/go is there; it goes well only if the daemon is still alive.
@@ -40,17 +37,6 @@ sys.exit(0 if daemon.poll() is None else 9)
 """
 )
 
-# Rank 0 starts a process of root's, by way of a program that may do so, then fails.
-UNKILLABLE = (
-    endings.BEGIN
-    + """
-import subprocess
-subprocess.Popen([f"{out}/as-root", "--ruid", "0", "--", "sleep", "5432"], start_new_session=True)
-wait_for("go")
-sys.exit(17)
-"""
-)
-
 
 @pytest.fixture(autouse=True)
 def neighbours(cluster4: Cluster) -> Iterator[None]:
@@ -60,11 +46,14 @@ def neighbours(cluster4: Cluster) -> Iterator[None]:
 
 
 class _Job:
-    """One of two jobs that run at once."""
+    """One of two jobs that run at once. `gpu` is the one device of each host that it has."""
 
-    def __init__(self, cluster: Cluster, stack: ExitStack, hosts: list[Host], source: str, *options: str) -> None:
+    def __init__(
+        self, cluster: Cluster, stack: ExitStack, hosts: list[Host], source: str, *options: str, gpu: int = 0
+    ) -> None:
         self.folder = cluster.new_folder("out")
-        hosts_file = jobs.map_with_fake_torch(cluster, hosts=hosts, env={"OUT": str(self.folder)})
+        variables = {"OUT": str(self.folder)}
+        hosts_file = jobs.map_with_fake_torch(cluster, hosts=hosts, defaults={"gpus": [gpu]}, env=variables)
         script = jobs.write_script(cluster, source)
         self.live: LiveRun = stack.enter_context(jobs.launch(cluster.login, hosts_file, [*options], script))
         self.size = len(hosts)
@@ -93,7 +82,7 @@ def test_one_of_two_jobs_ends(cluster4: Cluster, ending: str, shared: bool) -> N
     with ExitStack() as stack:
         failing = WORK.replace('wait_for("go")', 'wait_for("fail")\nsys.exit(3)')
         doomed = _Job(cluster4, stack, first, failing, "--grace", "1")
-        other = _Job(cluster4, stack, second, WORK, "--master-port", "29600")
+        other = _Job(cluster4, stack, second, WORK, "--master-port", "29600", gpu=1)
         others = other.processes()
         doomed_pids = doomed.processes()
         if ending == "fails":
@@ -124,7 +113,7 @@ def test_two_jobs_at_one_port(cluster4: Cluster) -> None:
         own = job.processes()
         done = jobs.run(
             cluster4.login,
-            jobs.map_with_fake_torch(cluster4, hosts=cluster4.hosts[:2]),
+            jobs.map_with_fake_torch(cluster4, hosts=cluster4.hosts[:2], defaults={"gpus": [1]}),
             ["--master-port", "29500"],
             jobs.write_script(cluster4, ""),
         )
@@ -135,69 +124,6 @@ def test_two_jobs_at_one_port(cluster4: Cluster) -> None:
         (job.folder / "go").touch()
         assert job.live.finish().returncode == 0
     assert_clean(cluster4)
-
-
-def test_a_process_that_cannot_be_killed(cluster4: Cluster) -> None:
-    """A rank's child that is root's, where the job is walker's: exit 5, and the block names node, pid and command."""
-    folder = cluster4.new_folder("out")
-    shutil.copy(shutil.which("setpriv") or "setpriv", folder / "as-root")
-    (folder / "as-root").chmod(0o4755)
-    hosts_file = jobs.map_with_fake_torch(cluster4, hosts=cluster4.hosts[:2], env={"OUT": str(folder)})
-    script = jobs.write_script(cluster4, UNKILLABLE)
-
-    def roots() -> list[procs.Process]:
-        found = cluster4.processes()
-        return [process for process in found if process.argv == ("sleep", "5432") and process.uid == 0]
-
-    with jobs.launch(cluster4.walker, hosts_file, ["--grace", "1", "-N", "1"], script) as live:
-        wait_until(lambda: len(roots()) == 1, "the process of root's runs", timeout_s=30)
-        (survivor,) = roots()
-        (folder / "go").touch()
-        done = live.finish()
-    assert [process.pid for process in endings.running(cluster4)] == [survivor.pid]
-    os.kill(survivor.pid, signal.SIGKILL)
-    wait_until(lambda: not roots(), "it is gone")
-    assert_clean(cluster4)
-    assert done.returncode == done.receipt["exit_code"] == 5
-    assert outcomes(done.receipt) == [("failed", False)]
-    assert done.receipt["cause"]["code"] == 17
-    (node,) = done.receipt["nodes"]
-    assert node["survivors"] == [{"pid": survivor.pid_inside, "state": "S", "command": "sleep 5432"}]
-    said = block(done.stderr)
-    assert "  h00: failed: rank 0 exited with code 17; something may still run there\n" in said
-    assert f"    still there: pid {survivor.pid_inside}, state S, sleep 5432\n" in said
-    assert "    hint: on h00, `" in said
-
-
-def test_ten_runs_leave_no_trace(cluster4: Cluster) -> None:
-    """No process, namespace, mount, folder or socket is on the hosts or the login node that was not there before."""
-    hosts_file = jobs.map_with_fake_torch(cluster4, hosts=cluster4.hosts[:2], defaults={"gpus": 2})
-    good = jobs.write_script(cluster4, "print('hello')")
-    bad = jobs.write_script(
-        cluster4, "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(1)\ntime.sleep(100)"
-    )
-    before = [_traces(cluster4, host) for host in cluster4.hosts]
-    for number in range(10):
-        done = jobs.run(cluster4.login, hosts_file, ["--grace", "1"], bad if number % 2 else good)
-        assert done.returncode == number % 2, done.stderr
-    assert_clean(cluster4)
-    wait_until(lambda: [_traces(cluster4, host) for host in cluster4.hosts] == before, "nothing is left", timeout_s=3)
-    assert cluster4.login_processes() == []
-    assert not list(Path("/tmp").glob(f"gpulayer-t{os.getpid()}-*"))
-
-
-def _traces(cluster: Cluster, host: Host) -> dict[str, object]:
-    """What a job could leave on a host: processes, files, mounts, shared memory, sockets."""
-    files = host.run(["find", "/tmp", "/dev/shm", "/run", "/root", "/home"]).stdout.splitlines()
-    sockets = host.run(["ss", "-tulnH"]).stdout.splitlines()
-    mounts = host.path("/proc/1/mounts").read_text()
-    return {
-        "processes": sorted((process.pid, process.argv) for process in host.processes()),
-        "files": [file for file in files if str(cluster.base) not in file],
-        "sockets": sorted(sockets),
-        "mounts": mounts,
-        "shm": host.run(["ipcs", "-a"]).stdout,
-    }
 
 
 def _alive(pid: int) -> bool:

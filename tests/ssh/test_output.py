@@ -1,22 +1,18 @@
-"""What ranks write: every byte in its file, every line tagged on the screen, and a job that waits for no screen."""
+"""What ranks write: every byte in its file, every line tagged on the screen. Screens that stop: tests/faults."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 import re
 import signal
-import subprocess
-import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from gpulayer.logs import RunPaths
-from tests.support.jobs import GPULAYER, TELL, LiveRun, launch, map_with_fake_torch, run, told, write_script
+from tests.support.flood import FLOOD
+from tests.support.jobs import GPULAYER, TELL, launch, map_with_fake_torch, run, told, write_script
+from tests.support.terminal import terminal
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -24,6 +20,7 @@ if TYPE_CHECKING:
 
     from tests.support.cluster import Cluster
     from tests.support.jobs import Finished
+    from tests.support.terminal import Pty
 
 pytestmark = pytest.mark.ssh
 
@@ -37,14 +34,6 @@ SPEAK = """
 import os, sys
 print("out of", os.environ["RANK"])
 print("err of", os.environ["RANK"], file=sys.stderr)
-"""
-
-# sys.argv[1] megabytes of numbered lines, as fast as they can be written.
-FLOOD = """
-import sys
-line = b"%08d " + b"y" * 90 + b"\\n"
-for first in range(0, int(sys.argv[1]) * 10_000, 1000):
-    sys.stdout.buffer.write(b"".join(line % number for number in range(first, first + 1000)))
 """
 
 STRANGE_OUT = (
@@ -78,72 +67,11 @@ while not os.path.exists(os.environ["OUT"] + "/go"):
 """
 
 
-class Pty:
-    """A terminal for gpulayer: `slave` is its end, `text` what it drew. Nobody reads it before `start_reading`."""
-
-    def __init__(self) -> None:
-        self.master, self.slave = os.openpty()
-        self._data = bytearray()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-
-    @property
-    def text(self) -> str:
-        """What was drawn so far."""
-        return bytes(self._data).decode("utf-8", "replace")
-
-    def start_reading(self) -> None:
-        """Let the terminal scroll."""
-        self._reader.start()
-
-    def hang_up(self) -> None:
-        """Close our copy of gpulayer's end, and read on until gpulayer has closed its own."""
-        os.close(self.slave)
-        if self._reader.is_alive():
-            self._reader.join(10)
-        os.close(self.master)
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):  # EIO: the last one has closed the other end
-            while piece := os.read(self.master, 1 << 16):
-                self._data += piece
-
-
 @pytest.fixture
 def pty() -> Iterator[Pty]:
     """A terminal of 80 columns."""
-    terminal = Pty()
-    yield terminal
-    with contextlib.suppress(OSError):
-        terminal.hang_up()
-
-
-def _flood(megabytes: int) -> str:
-    """The hash of what FLOOD writes."""
-    digest = hashlib.sha256()
-    for first in range(0, megabytes * 10_000, 1000):
-        digest.update(b"".join(b"%08d %s\n" % (number, b"y" * 90) for number in range(first, first + 1000)))
-    return digest.hexdigest()
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _peak_bytes(live: LiveRun) -> int:
-    """The most memory that gpulayer has held, looked at until it ends."""
-    status = Path(f"/proc/{live.process.pid}/status")
-    peak_kib = 0
-
-    def over() -> bool:
-        nonlocal peak_kib
-        with contextlib.suppress(OSError):
-            if found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text()):
-                peak_kib = int(found[1])
-        return live.process.poll() is not None
-
-    wait_until(over, "gpulayer ends", timeout_s=90)
-    return peak_kib * 1024
+    with terminal() as pty:
+        yield pty
 
 
 @pytest.mark.torch
@@ -238,69 +166,6 @@ def test_no_color_is_honoured(cluster2: Cluster, pty: Pty) -> None:
     assert not re.findall("\x1b\\[[0-9;]*m", pty.text)
 
 
-def test_a_stopped_terminal_delays_nothing_and_costs_no_memory(cluster2: Cluster, pty: Pty) -> None:
-    """100 MB from one node while nobody reads the terminal: exit code 0, files exact, under 200 MB of memory."""
-    script = write_script(cluster2, FLOOD)
-    hosts = map_with_fake_torch(cluster2, hosts=cluster2.hosts[:1])
-    with launch(cluster2.login, hosts, [], script, ["100"], stdout=pty.slave, stderr=pty.slave) as live:
-        peak_bytes = _peak_bytes(live)
-        done = live.finish()
-    assert done.returncode == 0
-    assert _hash(RunPaths(done.run_dir).output(0, 0, "stdout")) == _flood(100)
-    assert 10_000_000 < peak_bytes < 200_000_000
-    assert done.receipt["exit_code"] == 0
-    assert done.receipt["lost_log_bytes"] == 0
-    assert [node["kept_on_node"] for node in done.receipt["nodes"]] == [None]
-
-
-def test_a_pipe_that_nobody_reads_delays_nothing(cluster2: Cluster) -> None:
-    """The job ends while stdout is full; stderr still says how it went and that lines are in the files only."""
-    reader, writer = os.pipe()
-    try:
-        hosts, script = map_with_fake_torch(cluster2), write_script(cluster2, FLOOD)
-        with launch(cluster2.login, hosts, [], script, ["12"], stdout=writer) as live:
-            done = live.finish()
-    finally:
-        os.close(reader)
-        os.close(writer)
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert _hash(RunPaths(done.run_dir).output(rank, rank, "stdout")) == _flood(12)
-    assert "succeeded" in done.stderr
-    assert re.search(r"screen too slow: \d+ lines not shown", done.stderr)
-
-
-def test_a_reader_that_goes_away_ends_the_printing_and_not_the_job(cluster2: Cluster) -> None:
-    """`gpulayer run ... | head -1` shows one line; the job runs to its end and the files are complete."""
-    hosts, script = map_with_fake_torch(cluster2), write_script(cluster2, FLOOD)
-    with subprocess.Popen(["head", "-1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as head:
-        assert head.stdin is not None
-        assert head.stdout is not None
-        with launch(cluster2.login, hosts, [], script, ["5"], stdout=head.stdin) as live:
-            head.stdin.close()
-            done = live.finish()
-        line = head.stdout.read()
-    assert re.fullmatch(rb"\[[01]\] 00000000 y{90}\n", line)
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert _hash(RunPaths(done.run_dir).output(rank, rank, "stdout")) == _flood(5)
-    assert "succeeded" in done.stderr
-    assert "roken pipe" not in done.stderr
-
-
-def test_both_screens_gone_and_the_job_still_ends_well(cluster2: Cluster) -> None:
-    """`gpulayer run ... 2>&1 | head -1`: not even the report can be shown, and the exit code is still the job's."""
-    hosts, script = map_with_fake_torch(cluster2), write_script(cluster2, FLOOD)
-    reader, writer = os.pipe()
-    with launch(cluster2.login, hosts, [], script, ["2"], stdout=writer, stderr=writer) as live:
-        os.close(writer)
-        os.close(reader)
-        done = live.finish()
-    assert done.returncode == 0
-    assert done.receipt["exit_code"] == 0
-    assert _hash(RunPaths(done.run_dir).output(1, 1, "stdout")) == _flood(2)
-
-
 def test_the_last_words_before_a_crash_arrive(cluster2: Cluster) -> None:
     """A rank that floods, says one thing more and is killed: all of it is in the file, and its end in the report."""
     source = f"{FLOOD}\nimport os, signal\nos.write(2, b'last words')\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -324,7 +189,7 @@ def test_the_run_directory_is_its_owners_alone(cluster2: Cluster) -> None:
         for path in done.run_dir.rglob("*")
     }
     folders = ["node0", "node1"]
-    files = ["plan.json", "receipt.json", "events.jsonl"]
+    files = ["plan.json", "receipt.json", "events.jsonl", "output.jsonl"]
     files += [f"node{rank}/rank{rank}.{stream}.log" for rank in (0, 1) for stream in ("stdout", "stderr")]
     assert found == dict.fromkeys(folders, (True, "0o700", 7001)) | dict.fromkeys(files, (False, "0o600", 7001))
     assert oct(done.run_dir.stat().st_mode & 0o777) == "0o700"

@@ -9,11 +9,10 @@ import pytest
 
 from tests.support import netns
 from tests.support.jobs import FAKE_TORCH, launch, map_with_fake_torch, run, write_script
-from tests.support.preflight import check, pid_of, write_program
+from tests.support.preflight import check, nvidia_smi, pid_of, write_program
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.support.cluster import Cluster
@@ -22,23 +21,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.ssh
 
 HANGS = "#!/bin/sh\nsleep 86398 &\nwait\n"
-
-
-def _smi(used_mib: Sequence[int], processes: Sequence[tuple[int, int, int]] = ()) -> str:
-    """An `nvidia-smi` that shows GPUs with this memory in use, and processes as (GPU, pid, MiB)."""
-    gpus = [
-        f"{index}, GPU-{index}a, 00000000:0{index}:00.0, 550.90.07, {used}, 81559, 0, NVIDIA H100"
-        for index, used in enumerate(used_mib)
-    ]
-    apps = [f"GPU-{index}a, {pid}, {mib}, python" for index, pid, mib in processes]
-    return (
-        "#!/bin/sh\n"
-        'case "$1" in\n'
-        f"--query-gpu=*) cat <<'EOF'\n{chr(10).join(gpus)}\nEOF\n;;\n"
-        f"--query-compute-apps=*) cat <<'EOF'\n{chr(10).join(apps)}\nEOF\n;;\n"
-        "*) exit 2 ;;\n"
-        "esac\n"
-    )
 
 
 def _map(cluster: Cluster, tools: dict[str, str]) -> Path:
@@ -63,13 +45,13 @@ def test_a_dirty_node_is_refused_by_name_and_never_cleaned(cluster8: Cluster) ->
     pid = _train(hosts[1], "walker")
     idle = [4] * 8
     tools = {
-        "h00": _smi(idle),
-        "h01": _smi([4, 40000, *idle[2:]], [(1, pid, 39990)]),
-        "h02": _smi([4, 4, 40001, *idle[3:]]),
-        "h03": _smi(idle[:4]),
+        "h00": nvidia_smi(idle),
+        "h01": nvidia_smi([4, 40000, *idle[2:]], [(1, pid, 39990)]),
+        "h02": nvidia_smi([4, 4, 40001, *idle[3:]]),
+        "h03": nvidia_smi(idle[:4]),
         "h04": "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver' >&2\nexit 9\n",
-        "h06": _smi(idle),
-        "h07": _smi([500, *idle[1:]]),
+        "h06": nvidia_smi(idle),
+        "h07": nvidia_smi([500, *idle[1:]]),
     }
     map_file = _map(cluster8, tools)
     dirt = [
@@ -112,7 +94,7 @@ def test_a_dirty_node_is_refused_by_name_and_never_cleaned(cluster8: Cluster) ->
 def test_only_the_gpus_that_the_job_will_use_are_looked_at(cluster2: Cluster) -> None:
     """With a list of GPUs in the map, a process on another one is its owner's matter."""
     pid = _train(cluster2.hosts[0], "walker")
-    hosts = _map(cluster2, dict.fromkeys(("h00", "h01"), _smi([4, 4, 40000, 4], [(2, pid, 39990)])))
+    hosts = _map(cluster2, dict.fromkeys(("h00", "h01"), nvidia_smi([4, 4, 40000, 4], [(2, pid, 39990)])))
     other = hosts.read_text().replace("gpus = 1\n", "gpus = [0, 1]\n")
     hosts.write_text(other)
     done = check(cluster2, hosts)

@@ -114,12 +114,12 @@ def test_the_default_port_moves_to_the_next_free_one_and_says_so(cluster2: Clust
 
 def test_a_port_that_another_job_of_gpulayer_holds_is_left_to_it(cluster2: Cluster) -> None:
     """Its ranks may not listen yet: a second job moves on by itself, and is refused where it insists."""
-    hosts = map_with_fake_torch(cluster2)
+    first, second = (map_with_fake_torch(cluster2, defaults={"gpus": [gpu]}) for gpu in (0, 1))
     with launch(
-        cluster2.login, hosts, ["--grace", "1"], write_script(cluster2, "import time; time.sleep(1000)")
+        cluster2.login, first, ["--grace", "1"], write_script(cluster2, "import time; time.sleep(1000)")
     ) as live:
         live.wait_for_event("rank_started", rank=1)
-        argv = ["--hosts", str(hosts)]
+        argv = ["--hosts", str(second)]
         insists = cluster2.login.run(["python", "-m", "gpulayer", "check", *argv, "--master-port", "29500"])
         moves = cluster2.login.run(["python", "-m", "gpulayer", "check", *argv])
         live.interrupt()

@@ -91,13 +91,12 @@ def test_a_script_that_differs_or_is_missing_and_a_missing_workdir_are_refused(c
     assert done.findings == [
         (
             "h03: workdir /home/project cannot be entered: No such file or directory\n"
-            "hint: gpulayer copies no files: share the folder or make it there, or name another with `--workdir` "
+            "hint: take the code along with `--bundle`, make the folder there, or name another with `--workdir` "
             "(troubleshooting: workdir)"
         ),
         (
             "h02: the script /home/project/train.py cannot be read: No such file or directory\n"
-            "hint: gpulayer copies no files: the script's path starts from the workdir, which must hold it on every "
-            "node "
+            "hint: its path starts from the workdir, which must hold it on every node; `--bundle` takes the code along "
             "(troubleshooting: script-missing)"
         ),
         (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import leaks
-from tests.support.jobs import launch, map_with_fake_torch, run, write_script
+from tests.support.jobs import map_with_fake_torch, run, write_script
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -217,24 +217,6 @@ def test_a_run_that_is_refused_says_so_in_its_folder_and_can_be_repeated(cluster
     out = cluster2.new_folder("out")
     assert run(cluster2.login, hosts, ["-e", f"OUT={out}"], write_script(cluster2, TOUCH)).returncode == 0
     assert sorted(path.name for path in out.iterdir()) == ["0", "1"]
-
-
-def test_ctrl_c_while_connecting_ends_at_once(cluster2: Cluster) -> None:
-    """A node that does not answer keeps nobody waiting: exit code 130, no traceback, nothing started or left."""
-    cluster2.hosts[1].drop_syn()
-    script = write_script(cluster2, TOUCH)
-    with launch(cluster2.login, map_with_fake_torch(cluster2), [], script) as live:
-        live.wait_for_event("node_connected", node_rank=0)
-        start = time.monotonic()
-        live.interrupt()
-        done = live.finish(20)
-    assert time.monotonic() - start < 5
-    assert done.returncode == 130
-    assert "Traceback" not in done.stderr
-    assert done.receipt["cause"]["kind"] == "signal"
-    assert [node["outcome"] for node in done.receipt["nodes"]] == ["never started"] * 2
-    assert list(cluster2.hosts[0].path("/tmp").glob("gpulayer-*")) == []
-    wait_until(lambda: leaks.job_processes(cluster2) == [], "the nodes are clean")
 
 
 @pytest.mark.parametrize(

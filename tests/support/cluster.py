@@ -128,7 +128,7 @@ class LoginNode:
         return netns.enter(self._cluster.login_pid, "mnu", uid=self.user.uid, cwd=str(cwd or self.home))
 
     def _environ(self, env: Mapping[str, str] | None) -> dict[str, str]:
-        extra = {"PYTHONPATH": str(CHECKOUT), **(env or {})}
+        extra = {"PYTHONPATH": str(CHECKOUT), "GPULAYER_LEASES": str(self._cluster.leases), **(env or {})}
         return netns.clean_environ(str(self.home), self.user.name, extra, path=VENV_PATH)
 
 
@@ -136,13 +136,15 @@ class Cluster:
     """`size` hosts and a login node. `sshd_options` are lines of sshd_config (as `MaxStartups 3:100:3`) for all hosts.
 
     `login` is root's view of the login node, `walker` an ordinary user's; both may log in to every account of every
-    host. `shared` is a folder that everyone everywhere sees and may write to.
+    host. `shared` is a folder that everyone everywhere sees and may write to, `leases` the login node's record of who
+    holds which host: all clusters have the same addresses, so each has its own.
     """
 
     def __init__(self, size: int, *, sshd_options: Sequence[str] = ()) -> None:
         self.base = Path(tempfile.mkdtemp(prefix=f"glt{os.getpid()}-")).resolve()
         self.base.chmod(0o755)
         self.shared = self.base / "shared"
+        self.leases = self.base / "leases"
         self.etc = self.base / "etc"
         self.hosts = [Host(self, index) for index in range(size)]
         self.login = LoginNode(self, sshd.ROOT)
@@ -217,6 +219,14 @@ class Cluster:
         for host in hosts:
             host.finish_boot()
 
+    def crash(self, hosts: Sequence[Host]) -> None:
+        """Power these hosts off at the same moment: silence first (no FIN, no RST), then every process gone."""
+        netns.ip_batch(self.login_pid, [line for host in hosts for line in host.unplug_lines()])
+        for host in hosts:
+            host.power_off()
+        for host in hosts:
+            host.wait_off()
+
     def processes(self, marker: str = "") -> list[procs.Process]:
         """Every process of every host whose environment holds `marker`, seen from outside."""
         return procs.processes_in({host.namespace for host in self.hosts}, "pid", marker)
@@ -271,6 +281,8 @@ class Cluster:
     def _write_files(self) -> None:
         self.shared.mkdir()
         self.shared.chmod(0o1777)
+        self.leases.mkdir()
+        self.leases.chmod(0o1777)
         (self.base / "stage").mkdir()
         sshd.write_accounts(self.etc, {})
         sshd.write_accounts(

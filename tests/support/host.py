@@ -142,9 +142,11 @@ class Host:
 
     def crash(self) -> None:
         """Power it off: silence at once (no FIN, no RST), then every process gone."""
-        netns.ip_batch(self._cluster.login_pid, [f"link del {self._cable}"])
-        self.power_off()
-        self.wait_off()
+        self._cluster.crash([self])
+
+    def unplug_lines(self) -> list[str]:
+        """The `ip` commands that take its cable away for good."""
+        return [f"link del {self._cable}"]
 
     # The network.
 

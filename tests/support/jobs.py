@@ -167,10 +167,15 @@ def launch(
     stdout: int | IO[bytes] = subprocess.PIPE,
     stderr: int | IO[bytes] = subprocess.PIPE,
     start_new_session: bool = False,
+    through: Sequence[str] = (),
+    command: str = "run",
 ) -> LiveRun:
-    """Start `gpulayer run` in the login node's home. The run directory is where it is by default: runs/JOB-ID."""
+    """Start `gpulayer run` in the login node's home. The run directory is where it is by default: runs/JOB-ID.
+
+    `through` is a program that becomes gpulayer, as `env` does. `command` is another one of gpulayer's, such as exec.
+    """
     job_id = f"t{os.getpid()}-{secrets.token_hex(4)}"
-    argv = [*GPULAYER, "run", "--hosts", str(hosts_file), "--job-id", job_id, *options, str(script), *args]
+    argv = [*through, *GPULAYER, command, "--hosts", str(hosts_file), "--job-id", job_id, *options, str(script), *args]
     process = login.popen(argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=start_new_session)
     return LiveRun(process, login.home / "runs" / job_id)
 

@@ -43,8 +43,10 @@ class Belongings:
     @classmethod
     def now(cls, clusters: list[Cluster]) -> Belongings:
         """Look, leaving out what keeps these clusters up."""
-        tasks = Path("/proc/self/task").iterdir()
-        children = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+        children: set[int] = set()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that ends just now
+                children |= {int(pid) for pid in (task / "children").read_text().split()}
         holders = {pid for cluster in clusters for pid in cluster.holder_pids()}
         return cls(frozenset(children - holders), frozenset(_pipes()))
 

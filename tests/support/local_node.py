@@ -119,7 +119,7 @@ class LocalNode:
     def write(self, data: bytes) -> None:
         """Write to its stdin; if it is gone, so be it."""
         with contextlib.suppress(BrokenPipeError):
-            while self.process.stdin and data:
+            while self.process.stdin and not self.process.stdin.closed and data:
                 data = data[os.write(self.process.stdin.fileno(), data) :]
 
     def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
@@ -136,6 +136,8 @@ class LocalNode:
             "node_rank": 1,
             "nnodes": 2,
             "nproc_per_node": 1,
+            "first_rank": 0,
+            "launcher": "torchrun",
             "address": "127.0.0.1",
             "interface": None,
             "master_addr": "127.0.0.1",
@@ -143,6 +145,7 @@ class LocalNode:
             "marker": self.marker,
             "grace_s": 1.0,
             "lost_after_s": 60.0,
+            "outputs": [],
         }
         self.send("prepare", json.dumps(job | changes).encode())
         return self.wait_for("prepared", "refused", "error")
@@ -232,6 +235,7 @@ class LocalNode:
         if header["type"] == "output":
             key = (header["local_rank"], header["stream"])
             self.output.setdefault(key, bytearray()).extend(payload)
+            self.send("seen", bytes=sum(map(len, self.output.values())))
             return
         self.frames.append(header)
         self.payloads.append(payload)

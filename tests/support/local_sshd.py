@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -27,6 +28,33 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A user's home folder on the login node."""
+
+    path: Path
+
+    @property
+    def ssh(self) -> Path:
+        """~/.ssh."""
+        return self.path / ".ssh"
+
+    def key(self, key: asyncssh.SSHKey, name: str = "id_ed25519") -> Path:
+        """Write a key pair; returns the private file."""
+        key.write_private_key(self.ssh / name)
+        key.write_public_key(self.ssh / f"{name}.pub")
+        (self.ssh / name).chmod(0o600)
+        return self.ssh / name
+
+    def config(self, *lines: str) -> None:
+        """Write ~/.ssh/config."""
+        (self.ssh / "config").write_text("\n".join(lines) + "\n")
+
+    def know(self, *texts: str) -> None:
+        """Write ~/.ssh/known_hosts."""
+        (self.ssh / "known_hosts").write_text("".join(texts))
 
 
 class LocalSshd:

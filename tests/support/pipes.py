@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from gpulayer.remote import RemoteNode
+    from gpulayer.session import Session
     from gpulayer.ssh import SshTarget
 
 
 class PipeChannel:
-    """What `gpulayer.remote.Channel` asks for, over a child process."""
+    """What `gpulayer.session.Channel` asks for, over a child process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -29,6 +29,12 @@ class PipeChannel:
         """Queue bytes for the child's stdin."""
         if self.process.stdin and not self.process.stdin.is_closing():
             self.process.stdin.write(data)
+
+    async def drain(self) -> None:
+        """Wait until the child has taken most of it."""
+        with contextlib.suppress(ConnectionError):
+            if self.process.stdin:
+                await self.process.stdin.drain()
 
     def close(self) -> None:
         """Close the child's stdin: for the supervisor, the launcher is gone."""
@@ -43,7 +49,7 @@ class PipeLink:
         self.processes: list[asyncio.subprocess.Process] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def open(self, command: str, receiver: RemoteNode) -> PipeChannel:
+    async def open(self, command: str, receiver: Session) -> PipeChannel:
         """Run `command` in a shell and feed `receiver` from its pipes."""
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", command),
@@ -56,7 +62,7 @@ class PipeLink:
         self._tasks.append(asyncio.create_task(self._read(process, receiver)))
         return PipeChannel(process)
 
-    async def _read(self, process: asyncio.subprocess.Process, receiver: RemoteNode) -> None:
+    async def _read(self, process: asyncio.subprocess.Process, receiver: Session) -> None:
         async def pump(stream: asyncio.StreamReader | None, take: str) -> None:
             while stream and (data := await stream.read(1 << 16)):
                 getattr(receiver, take)(data)
@@ -106,6 +112,7 @@ def pipe_plan(
 ) -> Plan:
     """Return the plan of a job under torchrun (the stand-in, unless not `fake`) whose nodes are all this machine."""
     job_id = f"pipes-{secrets.token_hex(4)}"
+    port = secrets.randbelow(1 << 16)  # no two tests at one time hold the same nodes
     nodes = []
     for node_rank in range(nnodes):
         job_dir = f"{folder}/gpulayer-{job_id}-n{node_rank}"
@@ -120,15 +127,17 @@ def pipe_plan(
                 node_id=f"here-{node_rank}",
                 ssh="here",
                 user=None,
-                port=None,
+                port=port + node_rank,
                 address="127.0.0.1",
                 nproc_per_node=nproc_per_node,
                 ranks=tuple(range(node_rank * nproc_per_node, (node_rank + 1) * nproc_per_node)),
                 workdir=str(folder),
                 argv=(sys.executable, *flags.split(), *script),
+                script_at=1 + len(flags.split()),
                 env={
                     "PYTHONUNBUFFERED": "1",
                     "OMP_NUM_THREADS": "1",
+                    "GPULAYER_OUTPUT_DIR": f"{job_dir}/outputs",
                     **({"PYTHONPATH": str(FAKE_TORCH)} if fake else {}),
                 },
                 python=python,
@@ -139,6 +148,8 @@ def pipe_plan(
     times = {"join_timeout_s": 60.0, "grace_s": 2.0, "lost_after_s": 30.0, "timeout_s": None} | limits
     return Plan(
         job_id=job_id,
+        launcher="torchrun",
+        rendezvous="static",
         nodes=tuple(nodes),
         master_addr="127.0.0.1",
         master_port=master_port,

@@ -150,3 +150,20 @@ def write_program(path: Path, text: str) -> Path:
 def nodes_env(nodes: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, dict[str, str]]]:
     """The keys of a hosts map that give nodes these environment variables."""
     return {name: {"env": dict(env)} for name, env in nodes.items()}
+
+
+def nvidia_smi(used_mib: Sequence[int], processes: Sequence[tuple[int, int, int]] = ()) -> str:
+    """An `nvidia-smi` that shows GPUs with this memory in use, and processes as (GPU, pid, MiB)."""
+    gpus = [
+        f"{index}, GPU-{index}a, 00000000:0{index}:00.0, 550.90.07, {used}, 81559, 0, NVIDIA H100"
+        for index, used in enumerate(used_mib)
+    ]
+    apps = [f"GPU-{index}a, {pid}, {mib}, python" for index, pid, mib in processes]
+    return (
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        f"--query-gpu=*) cat <<'EOF'\n{chr(10).join(gpus)}\nEOF\n;;\n"
+        f"--query-compute-apps=*) cat <<'EOF'\n{chr(10).join(apps)}\nEOF\n;;\n"
+        "*) exit 2 ;;\n"
+        "esac\n"
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpulayer import errors, events, launch, outcome
+from gpulayer import errors, events, outcome, signals
 from gpulayer.bootstrap import PROBE, SUPERVISOR
 from gpulayer.outcome import Ledger
 
@@ -27,36 +27,60 @@ PACKAGE = ROOT / "gpulayer"
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"demo", "launch"},
-    {"console", "fanout", "options", "report", "review"},
-    {"preflight"},
-    {"remote", "logs", "messages", "screen", "lines", "outcome"},
+    {"hosts_init", "job_init", "options_init", "plan_again"},
+    {"demo", "launch", "leftovers", "replay", "request"},
+    {"options_history", "options_job", "receipt"},
+    {"options_plan", "plan_diff"},
+    {"console", "fanout", "history", "json_screen", "options", "report", "review", "states"},
+    {"collecting", "holds", "output_words", "preflight", "sending", "verify", "visits"},
+    {"remote", "logs", "messages", "screen", "lines", "outcome", "remains"},
+    {"session"},
     {"checks"},
     {"checks_gpu", "checks_network", "checks_reach", "checks_room", "checks_software"},
     {"findings"},
-    {"bootstrap", "facts", "wire", "ssh", "practice"},
+    {"bootstrap", "facts", "inventory", "wire", "ssh", "practice"},
     {"ssh_link"},
     {"ssh_errors"},
-    {"ssh_config"},
-    {"plan"},
-    {"torchrun"},
+    {"known_hosts", "ssh_config"},
+    {"plan_names"},
+    {"plan_file"},
+    {"job_file", "plan"},
+    {"launchers"},
+    {"other_launchers", "torchrun"},
+    {"parts", "recipe"},
+    {"placeholders"},
+    {"leases"},
     {"placement"},
-    {"resolve"},
+    {"resolve", "sources"},
+    {"hostfile", "map_text", "slurm", "ssh_hosts"},
     {"hosts", "job"},
-    {"problems", "ranges"},
-    {"values"},
+    {"toml_files"},
+    {"problems", "ranges", "bundle"},
+    {"masks", "output_files", "timeline", "typed", "values"},
     {"supervisor", "probe"},
-    {"guard"},
-    {"ending", "programs", "ranks", "streams", "network", "probe_gpu"},
-    {"errors", "events", "frames", "processes", "probe_host", "demo_allreduce", "__init__"},
+    {"guard", "survey", "node_bundle", "node_outputs"},
+    {"ending", "environment", "programs", "ranks", "streams", "network", "node_lease", "probe_gpu"},
+    {
+        "errors",
+        "events",
+        "frames",
+        "lease_folder",
+        "processes",
+        "probe_host",
+        "signals",
+        "untrusted",
+        "demo_allreduce",
+        "__init__",
+    },
 )
 OWNERS = {
-    "asyncssh": {"practice", "ssh", "ssh_config", "ssh_errors", "ssh_link"},
+    "asyncssh": {"known_hosts", "practice", "ssh", "ssh_config", "ssh_errors", "ssh_link"},
     "ClusterShell": {"ranges"},
-    "pydantic": {"hosts", "job"},
+    "pathspec": {"bundle"},
+    "pydantic": {"hosts", "job", "job_file", "recipe"},
     "rich": {"console"},
     "torch": {"demo_allreduce"},  # which runs on the nodes
-    "typer": {"cli", "options"},
+    "typer": {"cli", "options", "options_history", "options_init", "options_job", "options_plan"},
     "uvloop": {"launch"},
 }
 MOST_LINES = 500
@@ -211,8 +235,8 @@ def test_exit_codes_are_documented() -> None:
         pytest.skip("the page is not written")
     text = page.read_text(encoding="utf-8")
     codes = {0, *(kind.exit_code for kind in _error_classes().values())}
-    codes |= {outcome.EXIT_FAILED, outcome.EXIT_LOST, outcome.EXIT_UNCLEAN, outcome.EXIT_TIMEOUT}
-    codes |= {128 + number for number in launch.ENDING_SIGNALS}
+    codes |= {value for name, value in vars(outcome).items() if name.startswith("EXIT_")}
+    codes |= {128 + number for number in signals.ENDING_SIGNALS}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)} == codes
     kinds = [str(kind) for kind in outcome.CauseKind]
     assert [kind for kind in kinds if f"| `{kind}` |" not in text] == []
@@ -233,7 +257,7 @@ def test_every_event_is_frozen_and_has_its_name_in_the_union() -> None:
 
 def test_signals_that_end_a_job_have_the_exit_codes_of_a_shell() -> None:
     """128 and the number, as every shell says it; SIGKILL cannot be caught and is none of them."""
-    assert set(launch.ENDING_SIGNALS) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    assert set(signals.ENDING_SIGNALS) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     ledger = Ledger([])
     ledger.interrupted(signal.SIGHUP, 1.0)
     assert ledger.exit_code == 129

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 import pytest
 
-from gpulayer.checks_reach import FULL_MESH_NODES, PortChoice, choose_port, mesh_targets
+from gpulayer.checks_reach import FULL_MESH_NODES, PortChoice, choose_port, is_public, mesh_targets
 from gpulayer.facts import RendezvousPort
+from gpulayer.findings import CheckOptions
 from gpulayer.job import RendezvousSpec
+from tests.support import plans
 from tests.support.findings import facts, plan_of, port, reached, said
 
 if TYPE_CHECKING:
@@ -55,6 +58,47 @@ def test_a_port_of_another_job() -> None:
     expected = f"gpu-01: port 29500 is in use by another job of gpulayer\n{ASKED_FOR}"
     assert said(asked_for(29500), locked_ports=frozenset({29500})) == expected
     assert said(asked_for(29500), {0: {"port": ANN}}, locked_ports=frozenset({29500})) == expected
+
+
+PUBLIC = (
+    "warning: gpu-01: the rendezvous is at a public address, and torch lets in whoever reaches it: "
+    "{address} port 29500\n"
+    "hint: give the nodes `address`es of a private network, or have a firewall keep all others from the nodes' ports "
+    "(troubleshooting: rendezvous-public)\n"
+)
+
+
+@pytest.mark.parametrize("address", ["9.9.0.11", "2a00:1450::11", "172.32.0.1", "100.128.0.1", "::ffff:9.9.0.11"])
+def test_a_public_rendezvous(address: str) -> None:
+    """torch asks nobody who they are, so an address of the Internet is a warning: once, for one node or several."""
+    expected = PUBLIC.format(address=address)
+    others = "fd00::{}" if ip_address(address).version == 6 and "ffff" not in address else "10.0.0.{}"
+    for count in (1, 3):
+        addresses = [address, *map(others.format, range(2, count + 1))]
+        chosen = [plans.node(number, address=one) for number, one in enumerate(addresses, 1)]
+        assert said(plans.plan(plans.script(), chosen)) == expected
+    strict = said(plans.plan(plans.script(), chosen), options=CheckOptions(strict=True))
+    assert strict == expected.removeprefix("warning: ")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.11", "172.16.0.1", "172.31.255.254", "192.168.0.1", "169.254.1.1"),
+        *("100.64.0.1", "100.127.255.254", "198.18.0.1", "fd00::1", "fc00::1", "fe80::1", "::ffff:10.0.0.11"),
+    ],
+)
+def test_a_rendezvous_that_is_not_public(address: str) -> None:
+    """Private, shared (CGNAT), benchmark, unique local and link-local addresses are nobody's business."""
+    assert not is_public(address)
+    assert said(plans.plan(plans.script(), [plans.node(1, address=address)])) == ""
+
+
+def test_a_rendezvous_of_practice_is_not_public() -> None:
+    """Loopback addresses lead nowhere else."""
+    practice = plans.plan(plans.script(), [plans.node(1, address="127.0.0.1")], practice=True)
+    assert said(practice) == ""
+    assert not is_public("::1")
 
 
 def test_no_port_is_free() -> None:

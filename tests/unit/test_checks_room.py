@@ -43,6 +43,16 @@ def test_a_full_disk() -> None:
     )
 
 
+def test_a_disk_on_which_nothing_can_be_written_is_told_once() -> None:
+    """That is a failure, and no warning on top of it."""
+    full = ScratchFact("/tmp", 0, False, "No space left on device")
+    assert said(plan_of(1), {0: {"scratch": full}}) == (
+        "gpu-01: no folder for the job's output can be made in /tmp: No space left on device\n"
+        "hint: free or open it for your user, or name another with `scratch` in the hosts map "
+        "(troubleshooting: scratch)\n"
+    )
+
+
 def test_few_open_files() -> None:
     """`ulimit -n` under 4096 is a warning; no limit is none."""
     plan = plan_of(1, 1, 1)

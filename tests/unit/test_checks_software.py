@@ -133,7 +133,7 @@ def test_a_workdir_that_cannot_be_entered() -> None:
     }
     closed = {"workdir": WorkdirFact("/home/me/project", "denied", "Permission denied")}
     hint = (
-        "hint: gpulayer copies no files: share the folder or make it there, or name another with `--workdir` "
+        "hint: take the code along with `--bundle`, make the folder there, or name another with `--workdir` "
         "(troubleshooting: workdir)\n"
     )
     assert said(plan, {0: missing, 1: closed, 2: missing}) == (
@@ -151,7 +151,7 @@ def test_a_script_that_cannot_be_read(state: str, detail: str) -> None:
     fact = ScriptFact("/home/me/project/train.py", state, None, None, detail)  # type: ignore[arg-type]
     assert said(plan_of(1, 1, 1), {1: {"script": fact}, 2: {"script": fact}}) == (
         f"gpu-[02-03]: the script /home/me/project/train.py cannot be read: {detail}\n"
-        "hint: gpulayer copies no files: the script's path starts from the workdir, which must hold it on every node "
+        "hint: its path starts from the workdir, which must hold it on every node; `--bundle` takes the code along "
         "(troubleshooting: script-missing)\n"
     )
 
@@ -165,6 +165,19 @@ def test_a_module_that_is_not_there() -> None:
         "names the folder (troubleshooting: script-missing)\n"
     )
     assert said(plan_of(1, 1), {1: {"script": ScriptFact("pkg", "unknown", None, None, "")}}) == ""
+
+
+def test_a_command_that_is_not_there() -> None:
+    """A command is looked for on each node; of what only scripts need, nothing is said."""
+    plan = plan_of(2, 2, launcher="command", entrypoint="serve")
+    fact = ScriptFact("serve", "not_found_command", None, None, "")
+    assert said(plan, {0: {"torch": None}, 1: {"script": fact, "torch": None}}) == (
+        "gpu-02: there is no command `serve`\n"
+        "hint: name its full path; PATH is what the SSH server gives a command, and `-e PATH` passes yours on instead "
+        "(troubleshooting: script-missing)\n"
+    )
+    assert said(plan, {1: {"gpu": gpus(1), "script": None}}) == ""  # fewer than the map's count: there are no ranks
+    assert "gpu-02" in said(plan_of(2, 2), {1: {"gpu": gpus(1)}})
 
 
 def test_scripts_that_differ() -> None:

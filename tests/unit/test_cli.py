@@ -16,7 +16,8 @@ import pytest
 import gpulayer
 from gpulayer import cli, launch
 from gpulayer.errors import GpulayerError, NodeError, RefusedError, RequestError
-from gpulayer.options import HostsOptions, PlanOptions, RunOptions
+from gpulayer.options import HostsOptions
+from gpulayer.options_job import ExecOptions, PlanOptions, RunOptions
 from gpulayer.plan import plan_json
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "other.toml").write_text(OTHER_HOSTS)
     (tmp_path / "alias.toml").write_text('[nodes.alias]\ngpus = 1\nworkdir = "/work"\n')
     (tmp_path / "config").write_text(SSH_CONFIG)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/train.py").touch()
+    (tmp_path / "job.toml").write_text('entrypoint = "other.py"\nenv = { A = "file" }\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
@@ -96,13 +100,31 @@ def _render(capfd: pytest.CaptureFixture[str], *words: str) -> Json:
 # --- help -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", "run", "render", "check", "hosts", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "run",
+        "render",
+        "check",
+        "hosts",
+        "hosts init",
+        "job init",
+        "exec",
+        "diff",
+        "ps",
+        "kill",
+        "runs",
+        "logs",
+        "demo",
+    ],
+)
 def test_help_is_the_golden_text(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """--help says what tests/golden/help-*.txt holds; GPULAYER_UPDATE_GOLDEN=1 writes it there."""
-    words = [command] if command else []
+    words = command.split()
     code, out, err = _run(capfd, *words, "--help")
     assert (code, err) == (0, "")
-    path = GOLDEN / f"help-{command or 'gpulayer'}.txt"
+    path = GOLDEN / f"help-{command.replace(' ', '-') or 'gpulayer'}.txt"
     if os.environ.get("GPULAYER_UPDATE_GOLDEN") == "1":
         path.write_text(out)
     assert out == path.read_text()
@@ -187,6 +209,7 @@ def _ids(plan: Json) -> list[str]:
 
 # For each field: words, and what they make of the plan.
 IN_THE_PLAN: dict[str, tuple[list[str], Callable[[Json], bool]]] = {
+    "job_file": (["--job", "job.toml"], lambda plan: _env(plan).get("A") == "file"),
     "hosts": (["--hosts", "other.toml"], lambda plan: _ids(plan) == ["other"]),
     "ssh_config": (["-H", "alias.toml", "-F", "config"], lambda plan: plan["master_addr"] == "10.9.8.7"),
     "nnodes": (["-N", "2"], lambda plan: _ids(plan) == ["n01", "n02"]),
@@ -195,11 +218,20 @@ IN_THE_PLAN: dict[str, tuple[list[str], Callable[[Json], bool]]] = {
     "nproc_per_node": (["--nproc-per-node", "3"], lambda plan: plan["world_size"] == 9),
     "module": (["-m"], lambda plan: _argv(plan)[_argv(plan).index("--") - 1] == "--module"),
     "python": (["--python", "/opt/py"], lambda plan: _argv(plan)[0] == "/opt/py"),
+    "bundle": (
+        ["--bundle", "code"],
+        lambda plan: (
+            (plan["bundle"]["file_count"], plan["nodes"][1]["workdir"])
+            == (1, f"/tmp/gpulayer-{plan['job_id']}-n1/work")
+        ),
+    ),
     "workdir": (["-C", "/else/where"], lambda plan: plan["nodes"][2]["workdir"] == "/else/where"),
     "env": (["-e", "A=1", "-e", "LANG"], lambda plan: (_env(plan)["A"], _env(plan)["LANG"]) == ("1", "xx_XX")),
     "backend": (["--backend", "nccl"], lambda plan: _env(plan)["GPULAYER_COMM_BACKEND"] == "nccl"),
     "master_port": (["--master-port", "4000"], lambda plan: plan["master_port"] == 4000),
     "interface": (["--interface", "ib0"], lambda plan: plan["nodes"][1]["interface"] == "ib0"),
+    "launcher": (["--launcher", "accelerate"], lambda plan: _argv(plan)[2] == "accelerate.commands.launch"),
+    "rendezvous": (["--rendezvous", "c10d"], lambda plan: "--local-addr" in _argv(plan)),
     "timeout": (["--timeout", "90.5"], lambda plan: plan["timeout_s"] == 90.5),
     "join_timeout": (["--join-timeout", "7"], lambda plan: plan["join_timeout_s"] == 7 and "timeout=7" in _argv(plan)),
     "grace": (
@@ -207,6 +239,11 @@ IN_THE_PLAN: dict[str, tuple[list[str], Callable[[Json], bool]]] = {
         lambda plan: (plan["grace_s"], _env(plan)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == (5, "4"),
     ),
     "lost_after": (["--lost-after", "8"], lambda plan: plan["lost_after_s"] == 8),
+    "outputs": (
+        ["--outputs", "ckpt/*.pt", "--outputs", "out-$NODE_RANK"],
+        lambda plan: [node["outputs"][1] for node in plan["nodes"]] == ["out-0", "out-1", "out-2"],
+    ),
+    "max_output_size": (["--max-output-size", "3MB"], lambda plan: plan["max_output_bytes"] == 3_000_000),
     "job_id": (["--job-id", "mine"], lambda plan: plan["job_id"] == _env(plan)["GPULAYER_JOB_ID"] == "mine"),
 }
 
@@ -220,24 +257,28 @@ def _checks(settings: LaunchSettings) -> CheckOptions:
 IN_THE_RUN: dict[str, tuple[list[str], Callable[[LaunchSettings], bool]]] = {
     "ssh_config": (["-F", "config"], lambda settings: settings.ssh.config == Path("config")),
     "connect_timeout": (["--connect-timeout", "3"], lambda settings: settings.ssh.connect_timeout_s == 3),
+    "accept_new_host_keys": (["--accept-new-host-keys"], lambda settings: settings.ssh.accept_new_host_keys),
     "run_dir": (["--run-dir", "here"], lambda settings: settings.run_dir == Path("here")),
     "label": (["--label", "id"], lambda settings: settings.console.label == "id"),
     "verbose": (["-v"], lambda settings: settings.console.verbose),
+    "as_json": (["--json"], lambda settings: settings.as_json),
     "no_preflight": (["--no-preflight"], lambda settings: settings.preflight is None),
     "preflight_timeout": (["--preflight-timeout", "7"], lambda settings: _checks(settings).limit_s == 7),
     "allow_dirty": (["--allow-dirty"], lambda settings: _checks(settings).allow_dirty),
     "strict": (["--strict"], lambda settings: _checks(settings).strict),
     "backend": (["--backend", "nccl"], lambda settings: _checks(settings).backend == "nccl"),
 }
-TESTED_ELSEWHERE = {"script", "args", "format", "dry_run"}
+TESTED_ELSEWHERE = {"script", "args", "format", "dry_run", "wait", "max_bundle_size", "output", "plan"}
 
 
 def test_no_option_is_missing_in_the_tables() -> None:
     """An option that is added needs a row that shows what it does."""
     fields = {field.name for field in dataclasses.fields(RunOptions)}
     assert fields == set(IN_THE_PLAN) | set(IN_THE_RUN) | TESTED_ELSEWHERE
-    assert {field.name for field in dataclasses.fields(PlanOptions)} == set(IN_THE_PLAN) | {"script", "args", "format"}
-    assert {field.name for field in dataclasses.fields(HostsOptions)} == {"hosts"}
+    assert {field.name for field in dataclasses.fields(PlanOptions)} == set(IN_THE_PLAN) | {
+        *("script", "args", "format", "max_bundle_size", "output")
+    }
+    assert {field.name for field in dataclasses.fields(HostsOptions)} == {"hosts", "ssh_config"}
 
 
 @pytest.mark.parametrize("name", IN_THE_PLAN)
@@ -274,6 +315,28 @@ def test_script_and_arguments_are_in_the_plan(folder: Path, capfd: pytest.Captur
         assert node["argv"][-4:] == ["--", "train.py", "--lr", str(node["node_rank"])]
 
 
+def test_exec_takes_the_options_of_run(folder: Path, recorder: Recorder, capfd: pytest.CaptureFixture[str]) -> None:
+    """All that is about nodes, limits and how a plan is carried out; nothing that is about a script or ranks."""
+    of_run = {field.name for field in dataclasses.fields(RunOptions)}
+    of_exec = {field.name for field in dataclasses.fields(ExecOptions)}
+    assert of_exec - of_run == {"command"}
+    assert of_run - of_exec >= {"script", "module", "launcher", "rendezvous", "join_timeout"}
+    words = ["--", "serve", "-N", "9", "--node", "$NODE_RANK"]
+    for name in of_exec & IN_THE_PLAN.keys() - {"grace"}:
+        options, is_obeyed = IN_THE_PLAN[name]
+        if name in {"python", "bundle"} or "LANG" in options:
+            continue  # what they make of a script's command
+        assert _run(capfd, "exec", "--job-id", "job", *options, *words) == (0, "", "")
+        assert is_obeyed(plan_json(recorder.calls[-1][0])), name
+    for name in of_exec & IN_THE_RUN.keys():
+        options, is_true = IN_THE_RUN[name]
+        assert _run(capfd, "exec", *options, *words)[0] == 0
+        assert is_true(recorder.calls[-1][1]), name
+    code, out, err = _run(capfd, "exec", "-N", "1", "--dry-run", "--format", "json", *words)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["nodes"][0]["argv"] == ["serve", "-N", "9", "--node", "0"]
+
+
 def test_forms_of_a_plan(folder: Path, recorder: Recorder, capfd: pytest.CaptureFixture[str]) -> None:
     """Text, JSON and shell lines; --dry-run prints what render prints, and carries nothing out."""
     words = ["--job-id", "job", "-N", "1", "train.py"]
@@ -301,10 +364,10 @@ def test_hosts_shows_the_map(folder: Path, capfd: pytest.CaptureFixture[str], mo
     code, out, err = _run(capfd, "hosts")
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
-    assert rows[0] == ["node", "ssh", "address", "gpus", "python", "workdir"]
-    assert rows[1:] == [[f"n0{n}", f"n0{n}", f"10.9.0.{n}", "2", "python3", "/work"] for n in (1, 2, 3)]
+    assert rows[0] == ["node", "state", "ssh", "address", "gpus", "python", "workdir"]
+    assert rows[1:] == [[f"n0{n}", "free", f"n0{n}", f"10.9.0.{n}", "2", "python3", "/work"] for n in (1, 2, 3)]
     other = _run(capfd, "hosts", "-H", "other.toml")[1]
-    assert other.splitlines()[1].split() == ["other", "other", "10.9.9.9", "1", "python3", "/work"]
+    assert other.splitlines()[1].split() == ["other", "free", "other", "10.9.9.9", "1", "python3", "/work"]
     monkeypatch.setenv("GPULAYER_HOSTS", "other.toml")
     assert _run(capfd, "hosts")[1] == other
 
@@ -313,7 +376,19 @@ def test_hosts_shows_the_map(folder: Path, capfd: pytest.CaptureFixture[str], mo
 
 RUN_HELP = "`gpulayer run --help` shows what it takes"
 ERRORS: list[tuple[list[str], str, str]] = [
-    (["run"], "Missing argument 'SCRIPT'", RUN_HELP),
+    (["run"], "there is no SCRIPT to run, and no `--job FILE` that names one", RUN_HELP),
+    (["run", "-m"], "`--module` says what SCRIPT is, and there is none", "name the module, or leave it out"),
+    (["run", "--job", "no.toml"], "no.toml: no such file", "name the job file with `--job FILE`"),
+    (
+        ["exec", "-N", "1"],
+        "there is no command to run, and no `--job FILE` that has one",
+        "write it after the options: `gpulayer exec -N 2 -- CMD ARGS...`",
+    ),
+    (
+        ["exec", "--job", "job.toml"],
+        "`exec` is for commands, and `launcher` in job.toml is `torchrun`",
+        "`gpulayer run --job job.toml` runs it",
+    ),
     (["run", "--no-such-thing", "s.py"], "No such option: --no-such-thing", RUN_HELP),
     (["run", "-N"], "Option '-N' requires an argument", RUN_HELP),
     (["run", "-N", "two", "s.py"], "Invalid value for '-N' / '--nnodes': `two` is not a whole number", RUN_HELP),
@@ -331,6 +406,23 @@ ERRORS: list[tuple[list[str], str, str]] = [
         ["run", "--format", "json", "s.py"],
         "`--format json` says how a plan is printed, and a run prints none",
         "add `--dry-run` to print the plan, or leave `--format` out",
+    ),
+    (
+        ["run", "--json", "--dry-run", "s.py"],
+        "`--json` is about a run, and `--dry-run` makes none",
+        "add `--format json` instead",
+    ),
+    (
+        ["run", "--json", "-v", "s.py"],
+        "`--verbose` is about what people see, and `--json` is for scripts",
+        "keep one of the two",
+    ),
+    (["logs", "last"], "there is no run in runs", "`gpulayer logs DIR` takes a run directory too"),
+    (["logs", "x"], "`x` is no run directory, and no job id of a run in runs", "`gpulayer runs` lists those here"),
+    (
+        ["runs", "x"],
+        "`x` is no folder with runs: No such file or directory",
+        "`gpulayer runs DIR` lists those of another folder",
     ),
     (
         ["run", "-e", "RANK=1", "s.py"],

@@ -222,6 +222,24 @@ def test_bytes_pass_raw_where_no_terminal_is(tmp_path: Path) -> None:
     assert (tmp_path / "both").read_bytes() == b"[0] \x00\xff\xfe\xc3\x1b[2J\x07\n"
 
 
+def test_what_comes_of_many_nodes_at_once_is_told_once(tmp_path: Path) -> None:
+    """A switch takes three nodes with it, for one reason: one line, and one for what is done about it."""
+    recording: Recording = [
+        *started(ONE_EACH),
+        *((1.0, NodeLost(node_rank, "nothing was heard of it for 30 s")) for node_rank in (1, 2)),
+        (1.0, NodeStopping(0)),
+        (1.0, NodeLost(3, "nothing was heard of it for 30 s")),
+        *((1.0, Notice("logging in again", (node_rank,))) for node_rank in (1, 2, 3)),
+        (1.0, NodeSwept(1, 0)),
+    ]
+    assert show(tmp_path, recording)[1].splitlines()[1:] == [
+        "gpulayer: gpu-[02-03] are lost: nothing was heard of it for 30 s",
+        "gpulayer: ending the job on gpu-01",
+        "gpulayer: gpu-04 is lost: nothing was heard of it for 30 s",
+        "gpulayer: gpu-[02-04]: logging in again",
+    ]
+
+
 def test_other_messages(tmp_path: Path) -> None:
     """Loss, survivors, kept output and notices name their nodes."""
     recording: Recording = [

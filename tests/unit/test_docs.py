@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +21,17 @@ import typer
 from docs.generate_reference import PAGES, REFERENCE
 from gpulayer import errors, events, outcome
 from gpulayer.bootstrap import SUPERVISOR
-from gpulayer.cli import EXIT_INTERRUPTED, UsageError, app
+from gpulayer.cli import UsageError, app
 from gpulayer.events import ExitStatus, Stage
 from gpulayer.hosts import load_hosts
 from gpulayer.job import EnvValue, check_env_name
-from gpulayer.launch import ENDING_SIGNALS
-from gpulayer.logs import EVENT_NAMES, RunPaths, event_json
+from gpulayer.job_file import load_job
+from gpulayer.logs import EVENT_NAMES, RunPaths, event_json, run_json
 from gpulayer.outcome import CauseKind, Fate, Ledger, NodeRecord
+from gpulayer.placeholders import ESCAPE, PLACEHOLDERS, placeholder_values
 from gpulayer.plan import plan_json
-from gpulayer.report import receipt_json
-from gpulayer.torchrun import ESCAPE, PLACEHOLDERS, placeholder_values
+from gpulayer.receipt import RunFigures, receipt_json
+from gpulayer.signals import ENDING_SIGNALS
 from gpulayer.wire import parse_event, parse_hello
 from tests.support import plans
 from tests.support.docs import ROOT, Block, anchors, blocks, code_spans, indented_lines, links, pages, table_rows
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 # What typer says of a command line, in troubleshooting.md only.
 USAGE_SHAPES = ("Missing argument", "No such", "Invalid value for", "Option ")
+PATTERNS = (["run"], ["render"], ["diff"], ["run", "--dry-run"], ["hosts", "init"])
+FIGURES = RunFigures(datetime(2026, 11, 29, tzinfo=UTC), 2.0)
 SHELL_WORDS = {"|", "&&", ";", ">", "2>"}
 
 
@@ -78,7 +85,7 @@ def parse(line: str) -> None:
 def is_pattern(line: str) -> bool:
     """Tell whether a command is a shape, as `gpulayer COMMAND --help` and `gpulayer run`, instead of a line to type."""
     words = line.split()[1:]
-    return "COMMAND" in words or "[OPTIONS]" in words or words in (["run"], ["render"], ["run", "--dry-run"])
+    return "COMMAND" in words or "[OPTIONS]" in words or words in PATTERNS
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -128,10 +135,12 @@ def test_every_make_target_is_there() -> None:
 
 
 def test_toml_and_json_examples_can_be_read(tmp_path: Path) -> None:
-    """A TOML example loads, as a hosts map if it has nodes; a JSON example loads, line by line if it is several."""
+    """A TOML example loads, as a job file or a hosts map if it is one; a JSON example does, line by line if need be."""
     maps = 0
     for block in all_blocks("toml"):
-        if "nodes" in tomllib.loads(block.text):
+        if "entrypoint" in tomllib.loads(block.text):
+            assert load_job(tmp_path / "job.toml", block.text).job()
+        elif "nodes" in tomllib.loads(block.text):
             maps += 1
             (tmp_path / "hosts.toml").write_text(block.text, encoding="utf-8")
             assert load_hosts(tmp_path / "hosts.toml").nodes
@@ -175,7 +184,7 @@ def test_exit_codes_are_those_of_the_code() -> None:
     listed = {int(row[0]) for row in table_rows(first_table)}
     classes = {kind.exit_code for kind in vars(errors).values() if getattr(kind, "exit_code", None)}
     ends = {value for name, value in vars(outcome).items() if name.startswith("EXIT_")}
-    assert listed == {0, EXIT_INTERRUPTED, *classes, *ends, *(128 + number for number in ENDING_SIGNALS)}
+    assert listed == {0, *classes, *ends, *(128 + number for number in ENDING_SIGNALS)}
     kinds = {row[0].strip("`") for row in table_rows(page.partition("## What counts")[2])}
     assert kinds == set(CauseKind)
 
@@ -205,7 +214,8 @@ def test_the_environment_that_gpulayer_sets_is_on_the_page() -> None:
     listed = {name for row in table_rows(section) for name in re.findall(r"`([A-Z_]+)`", row[0])}
     plan = plans.plan(plans.script(comm_backend="gloo"), [plans.node(1, gpus=[0, 1]), plans.node(2)])
     added = {name for node in plan.nodes for name in node.env}
-    on_the_node = {"GPULAYER_MARKER", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    on_the_node = {"GPULAYER_MARKER", "GPULAYER_NODE_RANK"}
+    on_the_node |= {"GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     assert listed == added | on_the_node
     source = "".join((ROOT / f"gpulayer/{module}.py").read_text(encoding="utf-8") for module in SUPERVISOR)
     assert all(name in source for name in on_the_node)
@@ -219,20 +229,25 @@ def test_the_run_directory_page_has_every_file_and_field() -> None:
     """Names of files, and of fields in plan.json, receipt.json and events.jsonl, are those that the code writes."""
     text = (REFERENCE / "run-directory.md").read_text(encoding="utf-8")
     paths = RunPaths(Path())
-    files = {paths.plan, paths.receipt, paths.events, paths.output(0, 0, "stdout"), paths.output(0, None, "stderr")}
+    files = {
+        paths.plan,
+        paths.receipt,
+        paths.events,
+        paths.timeline,
+        paths.output(0, 0, "stdout"),
+        paths.output(0, None, "stderr"),
+    }
     assert all(f"`{re.sub(r'(node|rank)0', _hole, str(path))}`" in text for path in files)
     plan = plans.plan(plans.script(env={"A": EnvValue("1")}), plans.nodes(1, 1))
     records = [NodeRecord(node.node_rank, node.node_id, node.ranks) for node in plan.nodes]
     ledger = Ledger(records)
     ledger.apply(events.RankExited(0, 0, ExitStatus(code=1)), 1.0)
-    for heading, document in (("plan.json", plan_json(plan)), ("receipt.json", receipt_json(plan, ledger, 2.0, 0))):
+    for heading, document in (("plan.json", plan_json(plan)), ("receipt.json", receipt_json(plan, ledger, FIGURES))):
         section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
         listed = {name for row in table_rows(section) for name in re.findall(r"`(\w+)`", row[0])}
         assert listed == _keys(document) - {"A"} - set(plan.nodes[0].env), heading
-    section = text.partition("## events.jsonl\n")[2]
-    listed_events = {
-        row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in table_rows(section.partition("\n## ")[0])
-    }
+    section = (REFERENCE / "events.md").read_text(encoding="utf-8").partition("## With --json\n")[0]
+    listed_events = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in table_rows(section)}
     assert listed_events == {name: _event_fields(kind) for kind, name in EVENT_NAMES.items()}
 
 
@@ -258,10 +273,22 @@ def test_events_have_the_fields_that_the_page_is_held_to() -> None:
     """A status is written as code and signal, a tail not at all."""
     line = event_json(events.RankExited(1, 2, ExitStatus(code=17)), 9.582)
     assert set(line) == {"t", "event", *_event_fields(events.RankExited)}
-    page = (REFERENCE / "run-directory.md").read_text(encoding="utf-8")
+    page = (REFERENCE / "events.md").read_text(encoding="utf-8")
     assert json.dumps(line) in page
     assert {stage for stage in Stage if f"`{stage}`" in page} >= set(Stage) - {Stage.PREPARING}
-    assert all(f"`{fate}`" in page for fate in Fate)
+    page = (REFERENCE / "run-directory.md").read_text(encoding="utf-8")
+    assert all(f"`{word}`" in page for word in (*Fate, *outcome.Verified))
+
+
+def test_the_first_line_of_the_events_is_the_one_on_the_page() -> None:
+    """It has these fields, and the version of today."""
+    page = (REFERENCE / "events.md").read_text(encoding="utf-8")
+    (shown,) = [line for block in page.split("```json\n")[1:] if '"run"' in (line := block.partition("\n")[0])]
+    plan = plans.plan(plans.script(), plans.nodes(2))
+    first = run_json(plan.job_id, Path("x"), FIGURES.started_at, plan.nodes)
+    assert list(json.loads(shown)) == list(first)
+    assert list(json.loads(shown)["nodes"][0]) == list(first["nodes"][0])  # type: ignore[index]
+    assert json.loads(shown)["version"] == first["version"]
 
 
 def test_every_message_has_an_entry() -> None:
@@ -312,7 +339,9 @@ def test_the_glossary_is_in_order() -> None:
     assert words == sorted(set(words))
 
 
-EARLY = {"reserved", "helper_output", "helper_end", "prepared", "drained"}  # read before there are events
+EARLY = {"held", "reserved", "helper_output", "helper_end", "prepared", "drained"}  # read before there are events
+EARLY |= {"bundle_want", "bundle_kept", "bundle_placed"}
+EARLY |= {"list_part", "listed", "file_data", "file_end", "read_done", "forgotten"}
 
 
 def test_the_frames_on_the_wire_are_frames_of_today() -> None:
@@ -331,3 +360,15 @@ def test_the_frames_on_the_wire_are_frames_of_today() -> None:
             parse_event(header, b"", 0, (0, 1))
     assert seen >= {"hello", "prepare", "prepared", "start", "started", "rank", "output", "stop", "rank_exit", "exit"}
     assert seen >= {"swept", "drained", "arrived", "ended", "ping", "pong"}
+
+
+def test_the_fault_matrix_is_the_one_that_is_tested(tmp_path: Path) -> None:
+    """docs/reliability.md has a row for each row of tests/faults, and no other."""
+    names = tmp_path / "names.json"
+    argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/faults"]
+    subprocess.run(
+        argv, cwd=ROOT, env={**os.environ, "GPULAYER_FAULT_NAMES": str(names)}, check=True, capture_output=True
+    )
+    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    matrix = page.partition("## The matrix")[2].partition("\n## ")[0].replace("\\|", "\0")
+    assert {row[0].replace("\0", "|") for row in table_rows(matrix)} == set(json.loads(names.read_text()))

@@ -254,6 +254,7 @@ def test_requests() -> None:
             "scratch": "/tmp",
             "nonce": "n1",
             "smi_limit_s": 10,
+            "command": None,
         },
         {"type": "rendezvous", "port": 29501},
         {

@@ -28,8 +28,10 @@ from gpulayer.events import (
     RankStarted,
     Stage,
     StageReached,
+    Survivor,
 )
 from gpulayer.fanout import Fanout
+from gpulayer.job import EnvValue
 from gpulayer.outcome import CauseKind, Fate
 from tests.support import plans, procs
 from tests.support.jobs import FAKE_TORCH
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from gpulayer.outcome import Ledger
     from gpulayer.plan import Plan
     from gpulayer.remote import RemoteNode
+    from gpulayer.session import Session
     from gpulayer.ssh import SshConnector, SshTarget
 
 SLEEP = "import time; print('begins', flush=True); time.sleep(1000)"
@@ -136,6 +139,7 @@ def _plan(folder: Path, mark: str, source: str, last: dict[str, object] | None =
     name, _, value = mark.partition("=")
     keys: dict[str, object] = {"gpus": 1, "python": sys.executable, "scratch": str(folder), "workdir": str(folder)}
     keys["env"] = {"PYTHONPATH": str(FAKE_TORCH), name: value}
+    keys["port"] = port  # of no use to pipes, but no two tests at one time hold the same nodes
     nodes = [
         plans.node(1, **{**keys, "address": "127.0.0.1"}),
         plans.node(2, **{**keys, "address": "127.0.0.2", **(last or {})}),
@@ -284,9 +288,10 @@ class _Breaks(PipeLink):
         super().__init__()
         self._tampering = tampering
 
-    async def open(self, command: str, receiver: RemoteNode) -> Any:
+    async def open(self, command: str, receiver: Session) -> Any:
         """Put the tampering between the child and its receiver."""
-        return await super().open(command, cast("RemoteNode", _Tampered(receiver, self._tampering)))
+        tampered = _Tampered(cast("RemoteNode", receiver), self._tampering)
+        return await super().open(command, cast("Session", tampered))
 
 
 class _Tampered:
@@ -356,7 +361,7 @@ def test_a_lost_node_that_cannot_be_verified(
     seen, connector = Seen(), _TamperedConnector(tampering, *refusals)
     plan = _plan(tmp_path, marked, SLEEP, lost_after_s=1.0, grace_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gpulayer.fanout.VERIFY_MARGIN_S", 0.5)
+        patch.setattr("gpulayer.verify.MARGIN_S", 0.5)
         ledger = _run(plan, connector, seen)
     assert ledger.exit_code == code
     assert _fates(ledger) == [(Fate.STOPPED, True), (Fate.LOST, False)]
@@ -393,3 +398,21 @@ def _hanging_torch(folder: Path) -> Path:
         path.touch()
     (package / "run.py").write_text("import time\ntime.sleep(1000)\n")
     return package.parents[1]
+
+
+def test_a_secret_in_what_is_told_is_masked_for_files_and_screen_alike() -> None:
+    """A notice, a survivor's command line and the reason of a loss: observers and ledger get them without the value."""
+    env = {"HF_TOKEN": EnvValue("hf-0123456789")}
+    seen, connector = Seen(), cast("SshConnector", PipeConnector())
+
+    async def tell() -> Ledger:
+        fanout = Fanout(plans.plan(plans.script(env=env), plans.nodes(1)), connector, seen)
+        fanout.tell("it said hf-0123456789")
+        fanout._emit(NodeSwept(0, 1, (Survivor(7, "D", "python train.py --key hf-0123456789 --api-key abc"),)))
+        return fanout.ledger
+
+    ledger = asyncio.run(tell())
+    (survivor,) = ledger.nodes[0].survivors
+    assert survivor.command == "python train.py --key *** --api-key ***"
+    assert [event.text for event in seen.of(Notice)] == ["it said ***"]
+    assert "0123456789" not in repr(seen.events)

@@ -42,7 +42,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     """Each key of a node arrives in the Node, as written."""
     hosts = load(tmp_path, FULL)
     assert hosts == HostMap(
-        path=tmp_path / "hosts.toml",
+        source=str(tmp_path / "hosts.toml"),
         nodes=(
             Node(
                 id="gpu-01",

@@ -111,6 +111,26 @@ BROKEN_FILES = [
         'write an id with brackets or other signs in quotes: [nodes."gpu-[02-16]"]',
     ),
     (one("env.TOKEN = secret"), "hosts.toml, line 2: `env.TOKEN` is no TOML: invalid value", None),
+    (
+        one('env.TOKEN "secret"'),
+        "hosts.toml, line 2: `env.TOKEN` is no TOML: expected '=' after a key in a key/value pair",
+        None,
+    ),
+    (
+        one('env.TOKEN = """\nsecret and\nmore = secret'),
+        "hosts.toml, line 4: `...` is no TOML: unterminated string",
+        None,
+    ),
+    (
+        one("env.A = [\n['secret', 'secret'"),
+        "hosts.toml, line 3: `[` is no TOML: unclosed array",
+        'write an id with brackets or other signs in quotes: [nodes."gpu-[02-16]"]',
+    ),
+    (
+        one('env = "TOKEN=secret"'),
+        "hosts.toml: [nodes.gpu-01] env is not a table",
+        "write [nodes.gpu-01.env], and its keys below it",
+    ),
     (b"[nodes.a]\nuser = 'Ren\xe9'\n", "hosts.toml, line 2: byte 0xe9 is not UTF-8", "save the file as UTF-8"),
 ]
 

@@ -27,7 +27,7 @@ from gpulayer.events import (
     Survivor,
     Tail,
 )
-from gpulayer.logs import EVENT_NAMES, RunDirectory, RunPaths, raise_file_limit
+from gpulayer.logs import EVENT_NAMES, RunDirectory, RunPaths, event_json, raise_file_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,17 +57,19 @@ def test_file_names() -> None:
     """The names that the reference documents."""
     paths = RunPaths(Path("runs/j"))
     names = [
-        paths.plan, paths.receipt, paths.events, paths.output(1, 5, "stdout"), paths.output(1, 5, "stderr"),
+        paths.plan, paths.receipt, paths.events, paths.timeline,
+        paths.output(1, 5, "stdout"), paths.output(1, 5, "stderr"),
         paths.output(0, None, "stdout"), paths.output(0, None, "stderr"),
     ]  # fmt: skip
     assert [str(name) for name in names] == [
         "runs/j/plan.json",
         "runs/j/receipt.json",
         "runs/j/events.jsonl",
+        "runs/j/output.jsonl",
         "runs/j/node1/rank5.stdout.log",
         "runs/j/node1/rank5.stderr.log",
-        "runs/j/node0/torchrun.stdout.log",
-        "runs/j/node0/torchrun.stderr.log",
+        "runs/j/node0/command.stdout.log",
+        "runs/j/node0/command.stderr.log",
     ]
 
 
@@ -91,8 +93,9 @@ def test_bytes_are_kept_exactly_and_privately(run_dir: RunDirectory) -> None:
         "plan.json": "0o600",
         "receipt.json": "0o600",
         "events.jsonl": "0o600",
+        "output.jsonl": "0o600",
         "node1/rank5.stdout.log": "0o600",
-        "node1/torchrun.stderr.log": "0o600",
+        "node1/command.stderr.log": "0o600",
     }
     assert (run_dir.lost_bytes, run_dir.losses) == (0, {})
 
@@ -179,6 +182,67 @@ def test_full_disk_is_told_once_and_counted(run_dir: RunDirectory) -> None:
     assert run_dir.losses == {node / "rank0.stdout.log": 10, node / "rank1.stdout.log": 5}
 
 
+def test_when_output_came(run_dir: RunDirectory) -> None:
+    """output.jsonl says how far each file had grown by when; what a full disk cost does not count."""
+    run_dir.paths.node(1).mkdir()
+    run_dir.paths.output(1, None, "stderr").symlink_to("/dev/full")
+    for at_s, event in ((0.5, Output(0, 0, "stdout", b"12345")), (0.55, Output(0, 0, "stdout", b"678"))):
+        run_dir.write_output(event, at_s)
+    run_dir.write_output(Output(1, None, "stderr", b"lost"), 0.6)
+    assert run_dir.tick(0.58) is None
+    assert run_dir.paths.timeline.read_text() == ""
+    assert run_dir.tick(0.7) is None
+    assert run_dir.paths.timeline.read_text() == '[0.5,0,0,"stdout",8]\n'
+    run_dir.write_output(Output(0, 0, "stdout", b"9"), 0.9)
+    run_dir.close_files()
+    assert run_dir.paths.timeline.read_text() == '[0.5,0,0,"stdout",8]\n[0.9,0,0,"stdout",9]\n'
+    assert (run_dir.node_bytes(0), run_dir.node_bytes(1)) == (9, 0)
+
+
+@pytest.mark.usefixtures("_file_limit")
+def test_no_half_of_an_event_is_kept(run_dir: RunDirectory) -> None:
+    """A line that did not fit is taken back and counted: what is written later is a line of its own."""
+    run_dir.record(StageReached(Stage.CONNECTING), 0.0)
+    size = run_dir.paths.events.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+    try:
+        notice = run_dir.record(StageReached(Stage.RUNNING), 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run_dir.record(StageReached(Stage.DONE), 2.0) is None
+    lines = run_dir.paths.events.read_text().splitlines()
+    assert notice is not None
+    assert [json.loads(line)["stage"] for line in lines] == ["connecting", "done"]
+    assert run_dir.lost_bytes == len(json.dumps(event_json(StageReached(Stage.RUNNING), 1.0))) + 1
+    assert run_dir.incomplete
+
+
+def test_the_receipt_has_its_room(run_dir: RunDirectory) -> None:
+    """It is taken before, used by a receipt that is shorter than it, and given back where there is none."""
+    room = run_dir.paths.root / ".receipt.json.tmp"
+    run_dir.reserve_receipt(100_000)
+    assert room.stat().st_blocks * 512 >= 100_000
+    assert run_dir.write_receipt({"a": 1}) is None
+    assert json.loads(run_dir.paths.receipt.read_text()) == {"a": 1}
+    assert (room.exists(), run_dir.paths.receipt.stat().st_size) == (False, 13)
+    run_dir.reserve_receipt(100_000)
+    run_dir.close()
+    assert not room.exists()
+    assert not run_dir.incomplete
+
+
+def test_a_run_directory_can_be_taken_back(tmp_path: Path) -> None:
+    """What gpulayer made is removed; a folder that was there before stays, empty as it was."""
+    (tmp_path / "old").mkdir()
+    for name in ("old", "new"):
+        directory = RunDirectory.create_at(tmp_path / name)
+        directory.write_plan({})
+        directory.reserve_receipt(100)
+        directory.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert list((tmp_path / "old").iterdir()) == []
+
+
 def test_receipt_is_whole_or_absent(run_dir: RunDirectory) -> None:
     """A receipt that cannot be written is told, and leaves neither half a file nor a temporary one."""
     run_dir.paths.receipt.mkdir()
@@ -187,7 +251,11 @@ def test_receipt_is_whole_or_absent(run_dir: RunDirectory) -> None:
     assert str(run_dir.paths.receipt) in notice.text
     with pytest.raises(TypeError):
         run_dir.write_plan({"a": object()})
-    assert sorted(path.name for path in run_dir.paths.root.iterdir()) == ["events.jsonl", "receipt.json"]
+    assert sorted(path.name for path in run_dir.paths.root.iterdir()) == [
+        "events.jsonl",
+        "output.jsonl",
+        "receipt.json",
+    ]
 
 
 @pytest.mark.usefixtures("_file_limit")
@@ -206,15 +274,26 @@ def test_more_streams_than_open_files(run_dir: RunDirectory) -> None:
         assert run_dir.paths.output(rank // 8, rank, "stdout").read_bytes() == expected
 
 
+def test_logs_leave_descriptors_to_others(run_dir: RunDirectory) -> None:
+    """No more output files are open at a time than `most_open`: a new login to a node needs one too."""
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counted
+    run_dir.most_open = 10
+    for turn in range(2):
+        for rank in range(40):
+            assert run_dir.write_output(Output(0, rank, "stdout", b"%d" % turn)) is None
+            assert len(os.listdir("/proc/self/fd")) <= before + 10  # noqa: PTH208 - counted
+    assert {run_dir.paths.output(0, rank, "stdout").read_bytes() for rank in range(40)} == {b"01"}
+
+
 @pytest.mark.usefixtures("_file_limit")
 def test_raise_file_limit() -> None:
     """The soft limit rises as far as the hard one allows, and never falls."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    assert raise_file_limit(100)
+    assert raise_file_limit(100) == 100
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, hard)
-    assert raise_file_limit(300)
+    assert raise_file_limit(300) == 300
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, hard)
     if hard != resource.RLIM_INFINITY:
-        assert not raise_file_limit(hard + 1)
+        assert raise_file_limit(hard + 1) == hard
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)

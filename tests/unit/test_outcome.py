@@ -206,6 +206,17 @@ def test_something_left_behind_beats_all_but_a_signal(
     assert ledger.exit_code == (code if kind is CauseKind.SIGNAL else 5)
 
 
+def test_lost_logs_take_the_place_of_0_alone() -> None:
+    """A job that failed, or left something behind, has a cause that matters more."""
+    codes = []
+    for happen in (lambda _: None, lambda ledger: ledger.timed_out(60, 1.0), lambda ledger: ledger.interrupted(2, 1.0)):
+        ledger = Ledger([NodeRecord(0, "gpu-01", (0,))])
+        ledger.logs_lost = True
+        happen(ledger)
+        codes.append(ledger.exit_code)
+    assert codes == [6, 124, 130]
+
+
 def test_nodes_join_with_all_their_ranks() -> None:
     """A node has joined when all its ranks were seen, or when its command has come and gone unseen."""
     ledger = _feed(_ledger(), *_started(0), CommandStarted(1, 50), RankStarted(1, 2, 62))

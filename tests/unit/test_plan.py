@@ -7,12 +7,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from gpulayer import __version__
 from gpulayer.errors import JobError, PlaceholderError
 from gpulayer.hosts import Node
 from gpulayer.job import DistributedJob, EnvValue, RendezvousSpec
+from gpulayer.placeholders import PLACEHOLDERS
 from gpulayer.plan import Plan, build_plan, check_job_id, new_job_id, plan_json
-from gpulayer.torchrun import PLACEHOLDERS
 from tests.support.plans import CWD, JOB_ID, node, nodes, place, plan, script
 
 
@@ -35,6 +37,7 @@ def test_node_command() -> None:
     assert (second.argv[0], second.argv[-1], second.python, second.workdir) == ("python3", "1", "python3", str(CWD))
     assert second.env == {
         "GPULAYER_JOB_ID": JOB_ID,
+        "GPULAYER_OUTPUT_DIR": f"/scratch/gpulayer-{JOB_ID}-n1/outputs",
         "CUDA_VISIBLE_DEVICES": "3,5",
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "=ib0",
@@ -85,9 +88,13 @@ JOB_CHANGES: dict[str, object] = {
     "module": True,
     "nproc_per_node": 1,
     "rendezvous": RendezvousSpec(port=29511),
+    "launcher": "deepspeed",
     "comm_backend": "gloo",
     "python": "/opt/python",
     "workdir": "sub",
+    "bundle": "code",
+    "outputs": ("model.pt",),
+    "max_output_bytes": 5,
     "interface": "ib0",
     "env": {"A": EnvValue("b")},
     "timeout_s": 60.0,
@@ -96,13 +103,22 @@ JOB_CHANGES: dict[str, object] = {
 }
 
 
+# Fields that are obeyed before there is a plan, and fields that have one value.
+BEFORE_THE_PLAN = {"nnodes", "max_bundle_bytes"}
+ONE_VALUE = {"failure_policy", "max_attempts"}
+
+
 def test_every_job_field_is_obeyed() -> None:
-    """Whatever field of a job changes, the plan changes; `nnodes` is obeyed before, by the pool."""
-    assert JOB_CHANGES.keys() == DistributedJob.model_fields.keys() - {"nnodes"}
+    """Whatever field of a job changes, the plan changes, but for what is obeyed before and what has one value."""
+    assert JOB_CHANGES.keys() == DistributedJob.model_fields.keys() - BEFORE_THE_PLAN - ONE_VALUE
     for name, value in JOB_CHANGES.items():
         assert shown(script(**{name: value}), node(1)) != shown(script(), node(1)), name
-    patient = script(rendezvous=RendezvousSpec(join_timeout_s=5))
-    assert shown(patient, node(1)) != shown(script(), node(1))
+    for name, value in (("join_timeout_s", 5), ("kind", "c10d")):
+        other = script(rendezvous=RendezvousSpec.model_validate({name: value}))
+        assert shown(other, node(1)) != shown(script(), node(1))
+    for name in ONE_VALUE:
+        with pytest.raises(ValidationError):
+            script(**{name: "other"})
     assert not plan(script(rendezvous=RendezvousSpec(port_is_default=False)), nodes(1)).port_is_default
 
 
@@ -261,11 +277,20 @@ def test_json() -> None:
         "ranks": [0, 1],
         "workdir": str(CWD),
         "interface": None,
+        "gpus": None,
+        "python": "python3",
+        "job_dir": f"/tmp/gpulayer-{JOB_ID}-n0",
+        "outputs": [],
+        "script_at": made.nodes[0].argv.index("--") + 1,
     }
     assert len(document.pop("nodes")) == 2
+    assert document.pop("digest") == made.digest
     assert document == {
         "version": 1,
+        "gpulayer": __version__,
         "job_id": JOB_ID,
+        "launcher": "torchrun",
+        "rendezvous": "static",
         "nnodes": 2,
         "world_size": 3,
         "uneven": True,
@@ -276,6 +301,10 @@ def test_json() -> None:
         "grace_s": 30,
         "lost_after_s": 30,
         "timeout_s": None,
+        "max_output_bytes": 10**10,
+        "bundle": None,
+        "script": None,
+        "recipe": None,
     }
 
 

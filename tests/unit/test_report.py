@@ -1,4 +1,4 @@
-"""The last block on the screen and the receipt, as whole texts."""
+"""The last block on the screen, as a whole text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from gpulayer.events import (
     CommandExited,
     CommandStarted,
     ExitStatus,
-    NodeConnected,
     NodeEnded,
     NodeLost,
-    NodePrepared,
     NodeStopping,
     NodeSwept,
     RankExited,
@@ -25,7 +23,7 @@ from gpulayer.events import (
     Tail,
 )
 from gpulayer.outcome import Ledger, NodeRecord
-from gpulayer.report import TAIL_LINES, receipt_json, render_report
+from gpulayer.report import TAIL_LINES, render_report
 from tests.support.plans import JOB_ID, nodes, plan, script
 
 if TYPE_CHECKING:
@@ -36,10 +34,7 @@ if TYPE_CHECKING:
 OK = ExitStatus(code=0)
 PLAN = plan(script(grace_s=5, lost_after_s=7), nodes(2, 2, 2))
 RUN_DIR = Path("runs") / JOB_ID
-HINT = (
-    f"    hint: on gpu-02, `grep -lzx GPULAYER_JOB_ID={JOB_ID} /proc/[0-9]*/environ` names what is left; "
-    "end it with `kill -9`"
-)
+HINT = f"  hint: `gpulayer kill {JOB_ID} -w gpu-02` looks there again, and ends what is left"
 UNVERIFIED = "could not be verified, its supervisor ends its part by itself within 12 s"
 
 
@@ -78,6 +73,15 @@ def test_success() -> None:
         "  gpu-[01-03]: succeeded; verified clean",
         f"  logs: runs/{JOB_ID}",
     ]
+
+
+def test_a_success_whose_logs_are_incomplete() -> None:
+    """The exit code is explained in the first line and the last; a failure keeps its own."""
+    ledger = _ledger(*_ended(2), *_ended(0), *_ended(1))
+    ledger.logs_lost = True
+    first, *_, last = _report(ledger)
+    assert first == f"gpulayer: job {JOB_ID} succeeded, but its logs are incomplete, after 12.3 s, exit code 6"
+    assert last == f"  logs: runs/{JOB_ID}, incomplete"
 
 
 def test_a_rank_that_failed() -> None:
@@ -158,15 +162,33 @@ def test_torchrun_that_failed_by_itself() -> None:
 
 
 def test_a_node_that_was_lost() -> None:
-    """It could not be looked at, so it says by when it ends by itself, and where output is kept."""
+    """It could not be looked at, so it says by when it ends by itself, where output is kept, and how to look later."""
     assert _report(_ledger(NodeLost(1, "nothing was heard of it for 7 s"), *_stopped(0, 2))) == [
         f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 4",
         "  first: node 1 (gpu-02) was lost: nothing was heard of it for 7 s, 1.5 s into the job",
         "  gpu-[01,03]: stopped by gpulayer; verified clean",
         f"  gpu-02: lost: nothing was heard of it for 7 s; {UNVERIFIED}",
         f"    output that did not arrive is on gpu-02 in /tmp/gpulayer-{JOB_ID}-n1",
+        HINT,
         f"  logs: runs/{JOB_ID}",
     ]
+
+
+def test_nodes_that_are_lost_for_several_reasons_are_looked_at_by_one_command() -> None:
+    """Each has its line; the command names them all, and none that was seen to be clean."""
+    lost = [NodeLost(0, "nothing was heard of it for 7 s"), NodeLost(2, "its supervisor died", supervisor_died=True)]
+    lines = _report(_ledger(*lost, *_stopped(1)))
+    assert [line.partition(":")[0] for line in lines if ": lost: " in line] == ["  gpu-01", "  gpu-03"]
+    hint = f"  hint: `gpulayer kill {JOB_ID} -w gpu-[01,03]` looks there again, and ends what is left"
+    assert lines[-2:] == [hint, f"  logs: runs/{JOB_ID}"]
+    assert len([line for line in lines if "hint: " in line]) == 1
+
+
+def test_a_node_that_was_lost_and_seen_to_be_clean_needs_no_command() -> None:
+    """A second login has looked."""
+    lines = _report(_ledger(NodeLost(1, "cut"), *_stopped(0, 2), NodeSwept(1, 1)))
+    assert "  gpu-02: lost: cut; verified clean" in lines
+    assert [line for line in lines if "hint: " in line] == []
 
 
 def test_a_supervisor_that_died() -> None:
@@ -177,10 +199,8 @@ def test_a_supervisor_that_died() -> None:
     assert seen[3] == "  gpu-02: lost: its supervisor died (signal KILL); verified clean"
     unseen = _report(_ledger(died, *_stopped(0, 2)))
     assert unseen[0] == f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 5"
-    assert unseen[3:5] == [
-        "  gpu-02: lost: its supervisor died (signal KILL); something may still run there",
-        HINT,
-    ]
+    assert unseen[3] == "  gpu-02: lost: its supervisor died (signal KILL); something may still run there"
+    assert unseen[-2:] == [HINT, f"  logs: runs/{JOB_ID}"]
 
 
 def test_a_process_that_will_not_die() -> None:
@@ -205,6 +225,15 @@ def test_output_that_did_not_arrive() -> None:
     ]
 
 
+def test_output_that_did_not_arrive_from_several_nodes() -> None:
+    """Their folders differ in the node rank alone: one line, and a pattern that a shell reads."""
+    kept = [event for node_rank in (0, 2) for event in _ended(node_rank, kept=f"/tmp/gpulayer-x-n{node_rank}")]
+    assert _report(_ledger(*kept, *_ended(1)))[1:3] == [
+        "  gpu-[01-03]: succeeded; verified clean",
+        "    output that did not arrive is on gpu-[01,03] in /tmp/gpulayer-x-n*",
+    ]
+
+
 def test_stopped_by_a_signal_before_the_start() -> None:
     """Nothing had started anywhere, and it says so."""
     ledger = _ledger(started=())
@@ -218,10 +247,10 @@ def test_stopped_by_a_signal_before_the_start() -> None:
 
 
 def test_left_at_once_while_it_runs() -> None:
-    """After the third Ctrl-C nothing is verified, and each node says what becomes of it."""
+    """After the third Ctrl-C nothing is verified; each node says what becomes of it, and one line how to look."""
     ledger = _ledger()
     ledger.interrupted(signal.SIGTERM, 2.0)
-    assert _report(ledger)[2] == f"  gpu-[01-03]: running; {UNVERIFIED}"
+    assert _report(ledger)[2:4] == [f"  gpu-[01-03]: running; {UNVERIFIED}", HINT.replace("gpu-02", "gpu-[01-03]")]
 
 
 def test_limits() -> None:
@@ -238,62 +267,3 @@ def test_limits() -> None:
         f"gpulayer: job {JOB_ID} failed after 12.3 s, exit code 1",
         "  first: within --join-timeout, 300 s, not all ranks had started on gpu-[01,03]",
     ]
-
-
-def test_the_receipt_of_a_job_that_failed() -> None:
-    """Everything that is known of the job and of each node, in plain values."""
-    ledger = _ledger(
-        NodeConnected(1, "host-b", "3.11.2", "6.1.0", 9),
-        NodePrepared(1, "ib0"),
-        RankExited(1, 2, ExitStatus(code=17), Tail(stderr=b"not in the receipt")),
-        *_stopped(0),
-        *_ended(1, 1, Survivor(77, "D", "python train.py"), kept="/tmp/kept"),
-        NodeLost(2, "cut"),
-    )
-    receipt = json.loads(json.dumps(receipt_json(PLAN, ledger, 12.3456, 99)))
-    assert {key: value for key, value in receipt.items() if key not in {"cause", "nodes"}} == {
-        "version": 1,
-        "job_id": JOB_ID,
-        "exit_code": 5,
-        "took_s": 12.346,
-        "lost_log_bytes": 99,
-    }
-    assert receipt["cause"] == {
-        "kind": "rank",
-        "at_s": 2.5,
-        "node_rank": 1,
-        "node_id": "gpu-02",
-        "rank": 2,
-        "code": 17,
-        "signal": None,
-        "text": "rank 2 on node 1 (gpu-02) exited with code 17, 2.5 s into the job",
-    }
-    assert receipt["nodes"][1] == {
-        "node_rank": 1,
-        "node_id": "gpu-02",
-        "outcome": "failed",
-        "verified_clean": False,
-        "survivors": [{"pid": 77, "state": "D", "command": "python train.py"}],
-        "hostname": "host-b",
-        "kernel": "6.1.0",
-        "python": "3.11.2",
-        "interface": "ib0",
-        "started_s": 1.0,
-        "ended_s": 6.0,
-        "code": 1,
-        "signal": None,
-        "lost": None,
-        "kept_on_node": "/tmp/kept",
-        "ranks": [
-            {"rank": 2, "pid": 50, "code": 17, "signal": None},
-            {"rank": 3, "pid": 51, "code": None, "signal": None},
-        ],
-    }
-    assert [node["outcome"] for node in receipt["nodes"]] == ["stopped", "failed", "lost"]
-    assert (receipt["nodes"][2]["lost"], receipt["nodes"][2]["verified_clean"]) == ("cut", False)
-
-
-def test_the_receipt_of_a_success_has_no_cause() -> None:
-    """`cause` is null where nothing went wrong."""
-    receipt = receipt_json(PLAN, _ledger(*_ended(0), *_ended(1), *_ended(2)), 1.0, 0)
-    assert (receipt["exit_code"], receipt["cause"]) == (0, None)

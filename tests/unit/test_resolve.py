@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import pytest
 from gpulayer import resolve
 from gpulayer.errors import PlacementError
 from gpulayer.hosts import Node
-from gpulayer.resolve import Address, is_local_address, resolve_address, resolve_addresses
+from gpulayer.resolve import Address, is_local_address, machine_keys, resolve_address, resolve_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -222,6 +223,63 @@ def test_an_ssh_command_that_hangs(home: Path, monkeypatch: pytest.MonkeyPatch) 
     assert str(caught.value) == (
         "node gpu-01: no address for `gpu-01` (the node id): `ssh -G` gave no answer within 0.2 s"
     )
+
+
+# The map's entry, and which machine it is with PLACES.
+PLACES = """
+Host alias
+  HostName 10.0.0.7
+  Port 2200
+Host inner
+  HostName 192.168.0.7
+  ProxyJump gate
+Host direct
+  ProxyJump none
+Host practice-*
+  HostName 127.0.0.1
+Match user bob
+  HostName 10.0.0.8
+"""
+MACHINES = [
+    ({"id": "a"}, "a:22"),
+    ({"id": "a", "ssh": "GPU-01.Cluster."}, "gpu-01.cluster:22"),
+    ({"id": "a", "ssh": "10.0.0.1", "port": 2201}, "10.0.0.1:2201"),
+    ({"id": "a", "ssh": "FD00::0:1"}, "fd00::1:22"),
+    ({"id": "a", "ssh": "fe80::1%eth0"}, "fe80::1%eth0:22"),
+    ({"id": "a", "ssh": "alias", "address": "10.9.9.9"}, "10.0.0.7:2200"),
+    ({"id": "a", "ssh": "alias", "port": 22}, "10.0.0.7:22"),
+    ({"id": "a", "ssh": "inner"}, "192.168.0.7:22 via gate"),
+    ({"id": "a", "ssh": "direct"}, "direct:22"),
+    ({"id": "a", "ssh": "practice-1", "address": "127.0.0.1", "port": 2201}, "127.0.0.1:2201"),
+    ({"id": "a", "ssh": "other", "user": "bob"}, "10.0.0.8:22"),
+]
+
+
+@needs_ssh
+@pytest.mark.parametrize(("keys", "key"), MACHINES, ids=[key for _, key in MACHINES])
+def test_which_machine_a_node_is(keys: dict[str, object], key: str, home: Path) -> None:
+    """What `ssh` goes to with its configuration, by address or name and port; no name is looked up for it."""
+    (home / ".ssh/config").write_text(PLACES)
+    node = Node.model_validate(keys)
+    assert machine_keys([node], None) == {"a": key}
+
+
+def test_which_machine_a_node_is_without_ssh_to_ask(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The map decides where `ssh` cannot be asked, and where its configuration names no place: then none is run."""
+    monkeypatch.setenv("PATH", "")
+    (home / ".ssh/config").write_text(PLACES)
+    nodes = [Node(id="alias"), Node(id="b", port=23)]
+    assert machine_keys(nodes, None) == {"alias": "alias:22", "b": "b:23"}
+    assert machine_keys([], None) == {}
+    (tmp_path / "plain").write_text("# HostName\nHost *\n  User me\n  IdentityFile ~/.ssh/key\n")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("nothing needs to be asked")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert machine_keys(nodes, tmp_path / "plain") == {"alias": "alias:22", "b": "b:23"}
 
 
 def test_many_nodes_are_looked_up_at_once() -> None:

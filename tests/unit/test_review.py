@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -51,7 +52,7 @@ def sample() -> Plan:
         node(2, gpus=[4, 5], interface="ib0", env={"NCCL_DEBUG": "WARN"}),
         node(3, gpus=1),
     ]
-    return plan(job, chosen)
+    return replace(plan(job, chosen), gpulayer="1.2.3")
 
 
 @pytest.mark.parametrize(

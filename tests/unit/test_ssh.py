@@ -11,12 +11,12 @@ import asyncssh
 import pytest
 
 from gpulayer import errors
+from gpulayer.known_hosts import load_known_hosts
 from gpulayer.ssh_config import (
     Identity,
     SshSettings,
     SshTarget,
     build_ring,
-    load_known_hosts,
     parse_jumps,
     read_endpoint,
 )

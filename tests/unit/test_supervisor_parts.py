@@ -177,7 +177,7 @@ def test_what_outlives_sigkill_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     (report,) = table.told
     assert report["killed"] == 1
     assert [(one["pid"], one["state"]) for one in report["survivors"]] == [(os.getpid(), "D")]
-    assert "pytest" in report["survivors"][0]["command"]
+    assert report["survivors"][0]["command"].startswith(sys.executable[:20])
 
 
 def test_keepers_are_killed_after_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +284,9 @@ def test_a_stream_follows_a_file(tmp_path: Path) -> None:
     os.close(stream._fd)
 
 
+WHERE_NEEDED = {"fnmatch", "fcntl", "hashlib", "tarfile", "zlib"}  # imported by the few functions that use them
+
+
 @pytest.mark.parametrize("place", range(len(SUPERVISOR)), ids=SUPERVISOR)
 def test_it_needs_little_of_the_standard_library(place: int) -> None:
     """What is sent imports quick modules alone; typing, which is slow, is for the type checker only."""
@@ -299,5 +302,5 @@ def test_it_needs_little_of_the_standard_library(place: int) -> None:
     sent_before = {f"gpulayer.{module}" for module in SUPERVISOR[:place]}
     assert imported - {"__future__"} - sent_before <= sys.stdlib_module_names
     assert not imported & {"typing", "subprocess", "asyncio", "pathlib", "shutil", "logging"}
-    assert {ast.unparse(one).split()[1] for one in inside} <= {"typing", "socket"}
+    assert {ast.unparse(one).split()[1] for one in inside} <= {"typing", "socket", *WHERE_NEEDED}
     assert not source.startswith("#!")

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpulayer.job import RendezvousSpec
-from gpulayer.torchrun import PLACEHOLDERS, placeholder_values, substitute, survivors, torchrun_argv
+from gpulayer.parts import NodePart
+from gpulayer.placeholders import PLACEHOLDERS, placeholder_values, substitute, survivors
+from gpulayer.torchrun import render_torchrun
 from tests.support.plans import JOB_ID, node, nodes, place, script
 
 if TYPE_CHECKING:
     from gpulayer.hosts import Node
     from gpulayer.job import DistributedJob
 
-LOG_DIR = "/tmp/gpulayer-x-n0/ranks"
+JOB_DIR = "/tmp/gpulayer-x-n0"
+LOG_DIR = f"{JOB_DIR}/ranks"
 
 AWKWARD = (
     *("", " ", "it's", 'say "hi"', "back\\slash", "bang!", "two\nlines", "tab\there", "Grüße 🦙", "*", "~", ";", "&&"),
@@ -30,7 +33,7 @@ AWKWARD = (
 def argvs(job: DistributedJob, chosen: list[Node]) -> list[tuple[str, ...]]:
     """Return the command of every node."""
     placement = place(chosen, nproc_per_node=job.nproc_per_node, master_port=job.rendezvous.port)
-    return [torchrun_argv(job, placement, placed, JOB_ID, LOG_DIR) for placed in placement.nodes]
+    return [render_torchrun(NodePart(job, placement, placed, JOB_ID, JOB_DIR)).argv for placed in placement.nodes]
 
 
 def test_whole_command() -> None:

@@ -23,7 +23,7 @@ from gpulayer.events import (
     Tail,
 )
 from gpulayer.frames import MAX_HEADER_BYTES, VERSION, FrameReader, ProtocolError, encode_frame
-from gpulayer.wire import Header, Hello, parse_event, parse_hello
+from gpulayer.wire import Header, Hello, Story, parse_event, parse_hello
 
 HELLO = {"type": "hello", "version": VERSION, "python": "3.11.2", "hostname": "h", "kernel": "6.1", "pid": 7}
 NODE_RANK, RANKS = 3, (6, 7)
@@ -140,7 +140,7 @@ PARTS = [["stdout", 3], ["stderr", 0], ["error_file", 2]]
             b"",
             NodeSwept(NODE_RANK, 2, (Survivor(9, "D", "c"),)),
         ),
-        ({"type": "ended", "kept": "/tmp/x"}, b"", NodeEnded(NODE_RANK, "/tmp/x")),
+        ({"type": "ended", "kept": "/tmp/x", "outputs": True}, b"", NodeEnded(NODE_RANK, "/tmp/x", outputs=True)),
         ({"type": "error", "message": "why"}, b"", NodeLost(NODE_RANK, "why")),
     ],
 )
@@ -177,6 +177,10 @@ def test_frames_become_events(header: Header, payload: bytes, event: Event | Non
         {"type": "swept", "killed": 0, "survivors": None},
         {"type": "swept", "killed": 0, "survivors": [3]},
         {"type": "swept", "killed": 0, "survivors": [{"pid": 1}]},
+        {"type": "swept", "killed": 0, "survivors": [{"pid": 1, "state": "DD", "command": ""}]},
+        {"type": "exit", "status": 0, "parts": [["stdout", 1], ["stdout", 1]]},
+        {"type": "exit", "status": 0, "parts": [["other", 1]]},
+        {"type": "exit", "status": 0, "parts": [[["stdout"], 1]]},
         {"type": "ended", "kept": None},
         {"type": "error"},
     ],
@@ -186,3 +190,60 @@ def test_frames_that_make_no_sense_are_errors(header: Header) -> None:
     with pytest.raises(ProtocolError) as caught:
         parse_event(json.loads(json.dumps(header)), b"payload", NODE_RANK, RANKS)
     assert len(str(caught.value)) < 500
+
+
+def test_a_whole_story_is_taken() -> None:
+    """Each thing in its order, output and the news of ranks after the command's own end among them."""
+    story = Story()
+    for event in (
+        Output(NODE_RANK, None, "stdout", b"early"),
+        CommandStarted(NODE_RANK, 1),
+        RankStarted(NODE_RANK, 6, 2),
+        RankStarted(NODE_RANK, 7, 3),
+        RankExited(NODE_RANK, 7, ExitStatus(code=0)),
+        CommandExited(NODE_RANK, ExitStatus(code=0)),
+        NodeSwept(NODE_RANK, 0),
+        RankExited(NODE_RANK, 6, ExitStatus()),
+        Output(NODE_RANK, 6, "stdout", b"late"),
+    ):
+        story.take(event)
+    story.drained()
+    story.take(NodeEnded(NODE_RANK))
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([RankStarted(NODE_RANK, 6, 1)], "frame 'rank' came before 'started'"),
+        ([CommandExited(NODE_RANK, ExitStatus())], "frame 'exit' came before 'started'"),
+        ([NodeSwept(NODE_RANK, 0)], "frame 'swept' came before 'started'"),
+        ([CommandStarted(NODE_RANK, 1)] * 2, "frame 'started' came twice"),
+        (
+            [CommandStarted(NODE_RANK, 1), RankExited(NODE_RANK, 6, ExitStatus())],
+            "frame 'rank_exit' came before 'rank'",
+        ),
+        ([CommandStarted(NODE_RANK, 1), *[RankStarted(NODE_RANK, 6, 1)] * 2], "frame 'rank' came twice"),
+        ([CommandStarted(NODE_RANK, 1), *[NodeSwept(NODE_RANK, 0)] * 2], "frame 'swept' came twice"),
+        ([CommandStarted(NODE_RANK, 1), NodeEnded(NODE_RANK)], "frame 'ended' came before 'swept'"),
+    ],
+)
+def test_a_story_that_cannot_be(events: list[Event], reason: str) -> None:
+    """What comes twice, or before that which it follows from."""
+    story = Story()
+    *before, last = events
+    for event in before:
+        story.take(event)
+    with pytest.raises(ProtocolError, match=reason):
+        story.take(last)
+
+
+def test_texts_of_a_node_are_made_safe() -> None:
+    """No escape, no line end and no length is taken over; what should be a name must be as short as one."""
+    lost = parse_event({"type": "error", "message": "\x1b[2J\n" * 1000}, b"", NODE_RANK, RANKS)
+    assert lost == NodeLost(NODE_RANK, ("\ufffd[2J\ufffd" * 200) + "...")
+    with pytest.raises(HandshakeError, match="makes no sense"):
+        parse_hello(HELLO | {"hostname": "h" * 256})
+    survivors = [{"pid": 9, "state": "D", "command": "c"}] * 100
+    swept = parse_event({"type": "swept", "killed": 0, "survivors": survivors}, b"", NODE_RANK, RANKS)
+    assert isinstance(swept, NodeSwept)
+    assert len(swept.survivors) == 32
