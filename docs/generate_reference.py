@@ -84,8 +84,8 @@ NCCL_DEBUG = "WARN"
 gpulayer run --job job.toml
 ```
 
-`gpulayer job init` writes one with every key in it, most of them as comments. `render`, `check` and `run` take `--job`
-alike. The nodes still come from [the hosts map](hosts-file.md): a job file says how many, not which.
+`gpulayer job init` writes one with every key in it, most of them as comments. `run`, `exec`, `render` and `check` take
+`--job` alike. The nodes still come from [the hosts map](hosts-file.md): a job file says how many, not which.
 
 **What wins.** An option on the command line wins over the file, and the file over the hosts map. `-e` does so for each
 variable by itself. A SCRIPT on the command line takes the place of `entrypoint`, `args` and `module` together, so that
@@ -204,10 +204,11 @@ run. Before the job has started, the first one closes all connections and leaves
 """,
     "render": """\
 Prints what `run` with the same options would send, and opens no connection; the name of a node without a literal
-`address` is looked up. `--format text` is for reading, `--format shell` gives one line a node that can be pasted into
-a shell there, `--format json` gives what [plan.json](run-directory.md#planjson) holds. Without `--job-id` the job id
-is made of the time and chance, so it differs from call to call. `--output FILE` [saves the plan](../plans.md) in place
-of printing it, for `run --plan`; `--output -` prints it as JSON.
+`address` is looked up. `--format text` is for reading, `--format shell` gives one line a node as a shell would read it
+(less what is made on the node first: the job's folder, and the interface that is chosen there), `--format json` gives
+what [plan.json](run-directory.md#planjson) holds. Without `--job-id` the job id is made of the time and chance, so it
+differs from call to call. `--output FILE` [saves the plan](../plans.md) in place of printing it, for `run --plan`;
+`--output -` prints it as JSON.
 """,
     "diff": """\
 One line for each thing that differs: see [saved plans](../plans.md#gpulayer-diff). With one PLAN, it is compared with

@@ -32,6 +32,7 @@ INSIST_S = 3.0  # how long the older one tries again
 INSIST_PAUSE_S = 0.1
 WAIT_PAUSE_S = 1.0
 HINT = "wait for it with `--wait`, or leave the node out with `-x/--exclude`; `gpulayer ps` shows what runs there"
+CHECK_HINT = "leave the node out with `-x/--exclude`; `gpulayer ps` shows what runs there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,10 @@ def lease_of(plan: Plan, command: NodeCommand, hold: Hold) -> NodeLease:
     return NodeLease(hold.job_id, hold.user, hold.login, hold.since, scope, command.gpus)
 
 
-def held_by(leases: Iterable[NodeLease]) -> NodeHeldError:
+def held_by(leases: Iterable[NodeLease], hint: str = HINT) -> NodeHeldError:
     """Return the error of a node that is held already."""
     said = [f"job {_who(lease)}" for lease in leases]
-    return NodeHeldError(f"held by {one_line(' and by '.join(dict.fromkeys(said)))}", hint=HINT)
+    return NodeHeldError(f"held by {one_line(' and by '.join(dict.fromkeys(said)))}", hint=hint)
 
 
 def _who(lease: NodeLease) -> str:
@@ -83,7 +84,7 @@ async def find_held(plan: Plan, nodes: Sequence[RemoteNode], hold: Hold) -> dict
         except NodeError as error:
             return error
         held = [lease for lease in survey.leases if lease.meets(wanted.scope, wanted.gpus)]
-        return held_by(held) if held else None
+        return held_by(held, CHECK_HINT) if held else None
 
     errors = await asyncio.gather(*map(look, nodes))
     return {node.command.node_id: error for node, error in zip(nodes, errors, strict=True) if error}

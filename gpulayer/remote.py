@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SEEN_PAUSE_S = 0.02
 PREPARE_HINTS = {
     "workdir": "create it there, or name another folder with `workdir` in the hosts map or -C/--workdir",
-    "job_dir": "set `scratch` in the hosts map to a folder on the node that exists and can be written",
+    "job_dir": "set `scratch` in the hosts map to a folder on the node that exists and can be written; where the job's "
+    "folder exists, an earlier run with this job id has left output in it: remove it there",
     "port": "choose another with --master-port",
     "proc": "mount /proc there; without it no process could be found again and ended",
     "system": "mend that on the node, or leave it out with -x/--exclude",

@@ -34,7 +34,7 @@ name = "command" if os.fork() else "child"
 file = open(sys.argv[1] + "/" + name, "a", buffering=1)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, lambda number, frame: print(signal.Signals(number).name, file=file))
-os.write(1, b"ready %s\n" % name.encode())
+os.write(1, b"ready %s\\n" % name.encode())
 while True:
     time.sleep(1000)
 """

@@ -118,7 +118,8 @@ def test_login_processes_keep_their_pid_and_get_a_fresh_environment(cluster2: Cl
     out = process.communicate()[0].decode().split("\n")
     assert out[0] == f"{process.pid} {cluster2.walker.home} walker here"
     names = {line.split("=")[0] for line in out[1:] if line}
-    assert names - {"PWD", "OLDPWD"} == {"HOME", "USER", "LOGNAME", "PATH", "LANG", "PYTHONPATH", "EXTRA"}
+    expected = {"HOME", "USER", "LOGNAME", "PATH", "LANG", "PYTHONPATH", "GPULAYER_LEASES", "EXTRA"}
+    assert names - {"PWD", "OLDPWD"} == expected
 
 
 def test_hosts_toml_has_the_hosts_and_what_was_asked_for(cluster2: Cluster) -> None:

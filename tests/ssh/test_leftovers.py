@@ -91,8 +91,9 @@ def test_kill_of_a_job_that_lives(cluster2: Cluster) -> None:
         done = kill(cluster2.login, job_id(run), hosts_file, grace="5")
         finished = run.finish()
     assert done.returncode == 0, done.stderr
-    # Each host's part may have been ended by its launcher by now, which lost the other one's.
-    assert re.fullmatch(rf"(job {job_id(run)} on \S+: \d processes ended; verified clean\n)+", done.stdout), done.stdout
+    # One host's part may have been ended by its launcher by now, which lost the other one's.
+    ended = rf"(job {job_id(run)} on \S+: \d processes ended; verified clean\n)+"
+    assert re.fullmatch(rf"{ended}(nothing of job {job_id(run)} runs on \S+\n)?", done.stdout), done.stdout
     by = f"job {job_id(run)} is still run from here, by pid {run.process.pid} of root, which will see it end"
     assert f"gpulayer: {by}\n" in done.stderr
     assert finished.returncode == 4

@@ -88,4 +88,4 @@ def first_cause(done: Finished) -> str:
     """The exit code, and the sentence of the last block that names the first cause, less its time."""
     found = re.search(r"^  first: (.*?)(, [\d.]+ s into the job)?$", block(done.stderr), re.MULTILINE)
     assert found, done.stderr
-    return f"exit {done.returncode}; `{found[1]}`"
+    return f"exit {done.returncode}; `first: {found[1]}`"

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support.endings import BEGIN, wait_ready
@@ -14,8 +15,7 @@ from tests.support.jobs import GPULAYER, LiveRun, launch, map_with_fake_torch, w
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Sequence
 
     from tests.support.cluster import Cluster, LoginNode
     from tests.support.host import Host
@@ -71,14 +71,29 @@ def keepers(host: Host) -> list[int]:
 
 
 def abandon(cluster: Cluster, run: LiveRun) -> None:
-    """Kill the launcher, the supervisors and the guards, all before any of them can end the job."""
+    """Kill the launcher, the supervisors and the guards, all before any of them can end the job.
+
+    The guards last: torchrun gets SIGTERM when its parent dies, and again if that left it to a supervisor that dies.
+    """
     watching = [pid for host in cluster.hosts for pid in keepers(host)]
     assert len(watching) == 2 * len(cluster.hosts)
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in watching:
-            os.kill(pid, number)
+    guards = [pid for pid in watching if _parent(pid) in watching]
+    for pid in watching:
+        os.kill(pid, signal.SIGSTOP)
+    for group in (set(watching) - set(guards), guards):
+        for pid in group:
+            os.kill(pid, signal.SIGKILL)
+        _wait_gone(group)
     run.process.kill()
     wait_until(lambda: not any(keepers(host) for host in cluster.hosts), "nobody watches any more")
+
+
+def _wait_gone(pids: Iterable[int]) -> None:
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are gone")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def jobs_in(done: Done) -> list[dict[str, Any]]:
