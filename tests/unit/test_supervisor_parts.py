@@ -177,7 +177,7 @@ def test_what_outlives_sigkill_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     (report,) = table.told
     assert report["killed"] == 1
     assert [(one["pid"], one["state"]) for one in report["survivors"]] == [(os.getpid(), "D")]
-    assert report["survivors"][0]["command"].startswith(sys.executable[:20])
+    assert "python" in report["survivors"][0]["command"]
 
 
 def test_keepers_are_killed_after_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
