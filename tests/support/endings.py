@@ -226,10 +226,13 @@ class Neighbours:
                 host.start(["bash", "-c", f"sleep {NEIGHBOUR} & {lookalike} {NEIGHBOUR}"], user=user)
         wait_until(lambda: len(self._found()) == 4 * len(cluster.hosts), "the neighbours live")
         self._namespaces = {process.pid: process.namespace for process in self._found()}
+        self._holders = {host.name: host.holder_pid for host in cluster.hosts}
 
     def assert_alive(self) -> None:
         """Each of them is still there, those on hosts that lost power excepted."""
-        powered = {host.namespace for host in self._cluster.hosts if host.powered}
+        # A host that was booted anew may have got the number of its old namespace.
+        same = [host for host in self._cluster.hosts if host.holder_pid == self._holders[host.name]]
+        powered = {host.namespace for host in same if host.powered}
         expected = {pid for pid, namespace in self._namespaces.items() if namespace in powered}
         assert {process.pid for process in self._found()} >= expected
 
