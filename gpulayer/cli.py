@@ -182,6 +182,7 @@ def _run(options: RunOptions | ExecOptions) -> int:
             holds=HoldSettings(lease.hold, began_s + (options.wait or 0.0)),
             as_json=options.as_json,
             bundle=request.bundle,
+            found_by=options.found_by,
         )
         return launch(planned.plan, settings, Terminal.detect(os.environ))
 
@@ -342,7 +343,8 @@ def _asking(options: AskOptions, nodes: tuple[Node, ...]) -> Asking:
     from gpulayer.console import Terminal
     from gpulayer.leftovers import Asking
 
-    return Asking(nodes, _ssh_settings(options), Terminal.detect(os.environ), options.as_json)
+    terminal = Terminal.detect(os.environ)
+    return Asking(nodes, _ssh_settings(options), terminal, options.as_json, options.found_by)
 
 
 @app.command(short_help="List past runs, and those that go on.")

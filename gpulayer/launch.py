@@ -48,7 +48,7 @@ class LaunchSettings:
     """How to reach the nodes and where to keep and show what happens. `run_dir` None: runs/JOB-ID under `cwd`.
 
     `as_json`: events are shown as lines of JSON, and `console` is for nothing.
-    `holds` None: in the name of whoever runs this, from now on.
+    `holds` None: in the name of whoever runs this, from now on. `found_by`: the options that led to the nodes.
     """
 
     cwd: Path
@@ -59,6 +59,7 @@ class LaunchSettings:
     holds: HoldSettings | None = None
     as_json: bool = False
     bundle: Bundle | None = None
+    found_by: str = ""
 
 
 class RunObserver:
@@ -91,8 +92,8 @@ class RunObserver:
 class RunBook:
     """The first line and the last of a run, in its files and on the screen."""
 
-    def __init__(self, directory: RunDirectory, console: Console | JsonScreen) -> None:
-        self._directory, self._console = directory, console
+    def __init__(self, directory: RunDirectory, console: Console | JsonScreen, found_by: str) -> None:
+        self._directory, self._console, self._found_by = directory, console, found_by
         self._began_s, self._started_at = time.monotonic(), datetime.now().astimezone()
 
     @property
@@ -120,7 +121,7 @@ class RunBook:
         receipt["exit_code"] = ledger.exit_code
         for notice in filter(None, (loss, unwritten)):
             self._console.handle(notice, took_s)
-        self._show(receipt, render_report(plan, ledger, took_s, directory.paths.root))
+        self._show(receipt, render_report(plan, ledger, took_s, directory.paths.root, self._found_by))
 
     def refuse(self, plan: Plan, refused: RefusedError) -> None:
         """Write the receipt of a job that did not start."""
@@ -153,7 +154,7 @@ def launch(plan: Plan, settings: LaunchSettings, terminal: Terminal) -> int:
     directory.most_open = most_open
     nodes = _shown_nodes(plan)
     console = JsonScreen(terminal) if settings.as_json else Console(terminal, nodes, directory.paths, settings.console)
-    book = RunBook(directory, console)
+    book = RunBook(directory, console, settings.found_by)
     with SignalGate() as gate:
         try:
             book.begin(plan)

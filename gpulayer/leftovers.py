@@ -41,12 +41,16 @@ Said = tuple[dict[str, Answer], dict[str, NodeError]]
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Which nodes to ask, how to reach them, and where to show what they say, as JSON or as text."""
+    """Which nodes to ask, how to reach them, and where to show what they say, as JSON or as text.
+
+    `found_by` are the options that led to them, for commands that are named in hints.
+    """
 
     nodes: tuple[Node, ...]
     ssh: SshSettings
     terminal: Terminal
     as_json: bool = False
+    found_by: str = ""
 
 
 def show_jobs(asking: Asking) -> int:
@@ -131,7 +135,9 @@ def _end(asking: Asking, console: Console, job_id: str | None, wanted: set[str] 
     unclean = [*dict.fromkeys(one.node_id for one in ended if not one.clean), *problems]
     if not unclean:
         return 0
-    console.block(f"gpulayer: not verified clean: {fold(unclean)}\nhint: {later_hint(job_id, unclean)}", "bad")
+    console.block(
+        f"gpulayer: not verified clean: {fold(unclean)}\nhint: {later_hint(job_id, unclean, asking.found_by)}", "bad"
+    )
     return EXIT_UNCLEAN
 
 

@@ -6,6 +6,7 @@ reads the annotations themselves.
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,12 @@ class HostsOptions:
         Path | None,
         option("-F", "--ssh-config", metavar="FILE", text="SSH configuration, or `none` [~/.ssh/config]."),
     ] = None
+
+    @property
+    def found_by(self) -> str:
+        """What another command must be given to find the same nodes, each with a space before it."""
+        given = (("-H", self.hosts), ("-F", self.ssh_config))
+        return "".join(f" {name} {shlex.quote(str(value))}" for name, value in given if value is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,9 +203,9 @@ def ended_json(ended: Sequence[EndedJob], nothing_on: Sequence[str], problems: M
     return json_document({"ended": parts, "nothing_on": list(nothing_on), "refused": _problems_json(problems)})
 
 
-def later_hint(job_id: str | None, node_ids: Iterable[str]) -> str:
+def later_hint(job_id: str | None, node_ids: Iterable[str], found_by: str = "") -> str:
     """Return the command that looks again, for later."""
-    return f"`gpulayer kill {job_id or '--all'} -w {fold(node_ids)}` looks there again, and ends what is left"
+    return f"`gpulayer kill {job_id or '--all'} -w {fold(node_ids)}{found_by}` looks there again, and ends what is left"
 
 
 # --- all ------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,11 @@ TAIL_LINES = 20
 _INDENT = "    "
 
 
-def render_report(plan: Plan, ledger: Ledger, took_s: float, run_dir: Path) -> str:
-    """Return the last block: how the job ended, the first failure with its last words, then every node."""
+def render_report(plan: Plan, ledger: Ledger, took_s: float, run_dir: Path, found_by: str = "") -> str:
+    """Return the last block: how the job ended, the first failure with its last words, then every node.
+
+    `found_by` are the options by which the nodes were found, for the command that a hint names.
+    """
     code = ledger.exit_code
     lines = [
         f"gpulayer: job {plan.job_id} {_verdict(ledger)} after {took_s:.1f} s" + (f", exit code {code}" if code else "")
@@ -39,7 +42,7 @@ def render_report(plan: Plan, ledger: Ledger, took_s: float, run_dir: Path) -> s
         lines += _advice(plan, ledger.cause)
     lines += [
         *_node_lines(plan, ledger),
-        *_kill_later(plan, ledger),
+        *_kill_later(plan, ledger, found_by),
         *output_lines(plan, ledger, run_dir),
         f"  logs: {run_dir}{', incomplete' if ledger.logs_lost else ''}",
     ]
@@ -197,12 +200,12 @@ def _kept_lines(plan: Plan, nodes: list[NodeRecord]) -> list[str]:
     ]
 
 
-def _kill_later(plan: Plan, ledger: Ledger) -> list[str]:
+def _kill_later(plan: Plan, ledger: Ledger, found_by: str) -> list[str]:
     """Return the command for the nodes where something may still run, or could not be looked for."""
     left = [node.node_id for node in ledger.nodes if not node.clean and node.fate is not Fate.NEVER_STARTED]
     if not left:
         return []
-    return [f"  hint: `gpulayer kill {plan.job_id} -w {fold(left)}` looks there again, and ends what is left"]
+    return [f"  hint: `gpulayer kill {plan.job_id} -w {fold(left)}{found_by}` looks there again, and ends what is left"]
 
 
 def kept_folder(plan: Plan, node: NodeRecord) -> str | None:

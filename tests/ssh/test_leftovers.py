@@ -143,7 +143,7 @@ def test_nodes_that_cannot_be_asked(cluster2: Cluster) -> None:
     assert done.returncode == 5
     assert ended(job_id(run), "h00").fullmatch(done.stdout)
     assert "error: 1 of 2 nodes could not be asked" in done.stderr
-    assert f"\ngpulayer: not verified clean: h01\nhint: `gpulayer kill {job_id(run)} -w h01` looks" in done.stderr
+    assert f"\ngpulayer: not verified clean: h01\nhint: `gpulayer kill {job_id(run)} -w h01 -H " in done.stderr
     nobody = kill(cluster2.login, job_id(run), hosts_file, "-w", "h01", "--connect-timeout", "1")
     assert nobody.returncode == 3
     assert nobody.stderr.startswith("gpulayer: error: the node could not be asked\n\nh01: h01 port 22 did not answer ")
@@ -166,7 +166,7 @@ def test_what_outlives_sigkill_is_named(cluster2: Cluster) -> None:
     assert done.returncode == 5
     assert "1 process outlived SIGKILL\n    h01: pid " in done.stdout
     assert ", state D, " in done.stdout
-    assert f"not verified clean: h01\nhint: `gpulayer kill {job_id(run)} -w h01` looks" in done.stderr
+    assert f"not verified clean: h01\nhint: `gpulayer kill {job_id(run)} -w h01 -H " in done.stderr
     wait_until(lambda: not running(cluster2), "the kernel lets it go")
     assert_clean(cluster2, [cluster2.hosts[0]], kept_on=[cluster2.hosts[0]])
 

@@ -183,6 +183,9 @@ def test_what_kill_says() -> None:
 def test_the_command_for_later() -> None:
     """It can be pasted."""
     assert later_hint("j1", ["gpu-01", "gpu-02"]).startswith("`gpulayer kill j1 -w gpu-[01-02]` looks there again")
+    assert later_hint("j1", ["a"], " -H 'my map.toml' -F none").startswith(
+        "`gpulayer kill j1 -w a -H 'my map.toml' -F none` "
+    )
     assert later_hint(None, ["gpu-01"]).startswith("`gpulayer kill --all -w gpu-01` ")
 
 
