@@ -85,7 +85,8 @@ def test_the_disk_is_full_while_outputs_are_collected(cluster2: Cluster, disk: D
         done = live.finish()
     assert done.returncode == done.receipt["exit_code"] == 6, done.stderr
     assert outcomes(done.receipt) == [SUCCEEDED, SUCCEEDED]
-    assert len(re.findall("No space left on device", done.stderr)) == 1
+    told = [line for line in done.stderr.splitlines() if "No space left on device" in line]
+    assert 1 <= len(told) == len(set(told)) <= 2  # the outputs, and a log where that was to be written just then
     assert collected(done.run_dir) == []
     assert re.search(
         r"job \S+ succeeded, but not all its outputs came back, after [\d.]+ s, exit code 6\n", done.stderr

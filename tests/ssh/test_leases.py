@@ -136,10 +136,10 @@ def test_waiting_jobs_run_in_order_of_arrival(cluster2: Cluster) -> None:
         refused = _run(cluster2, "-N", "1")
         assert refused.returncode == 3
         before = first
-        for waiter in waiters:
+        for nnodes, waiter in zip((2, 1), waiters, strict=True):
             assert not waiter.live.run_dir.exists()
             assert before.end()[0] == SUCCEEDED
-            waiter.wait_ready(len(_nodes(waiter.live)) if waiter.live.run_dir.exists() else 1)
+            waiter.wait_ready(nnodes)
             waiter.wait_said("gpulayer: drew h")
             before = waiter
         assert waiters[1].end() == [SUCCEEDED]
