@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.jobs import TELL, map_with_fake_torch, run, told, write_script
 from tests.support.preflight import check, hold_port
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,6 +153,8 @@ def test_an_address_may_be_a_second_one_a_bridges_or_a_translated_one(cluster4: 
     second.ip("addr add 10.77.9.11/16 dev eth0")
     bridge.ip("link add br1 type bridge", f"addr del {bridge.address}/16 dev eth0", "link set eth0 master br1")
     bridge.ip(f"addr add {bridge.address}/16 dev br1", "link set br1 up")
+    carrier = bridge.path("sys/class/net/br1/carrier")
+    wait_until(lambda: carrier.read_text() == "1\n", "the bridge has a carrier")
     _translate(cluster4, "10.77.200.5", translated)
     hosts = map_with_fake_torch(cluster4, nodes={"h01": {"address": "10.77.9.11"}, "h03": {"address": "10.77.200.5"}})
     script = write_script(cluster4, TELL)
