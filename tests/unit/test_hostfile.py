@@ -10,7 +10,7 @@ import pytest
 from gpulayer.errors import HostsFileError
 from gpulayer.hostfile import is_toml, parse_hostfile
 
-FILE = Path("/work/hostfile")
+FILE = Path("/project/hostfile")
 
 
 def nodes(text: str) -> list[dict[str, Any]]:
@@ -61,8 +61,8 @@ def test_the_order_is_that_of_the_file() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "/work/hostfile: the hostfile names no hosts"),
-        ("# nothing\n\n", "/work/hostfile: the hostfile names no hosts"),
+        ("", "/project/hostfile: the hostfile names no hosts"),
+        ("# nothing\n\n", "/project/hostfile: the hostfile names no hosts"),
         ("a slots=8\nb slot=8", "line 2: `slot=8` means nothing in a hostfile here"),
         ("a binding=user:0", "line 1: `binding=user:0` means nothing in a hostfile here"),
         ("a 8", "line 1: `8` means nothing in a hostfile here"),
@@ -98,7 +98,7 @@ def test_what_is_refused(text: str, message: str) -> None:
 def test_all_mistakes_are_told_at_once() -> None:
     """Each line to mend is named, in the order of the file."""
     text = refusal("a slots=x\nb slots=1\nc wrong\n")
-    assert text.startswith("/work/hostfile has 2 mistakes:\n  line 1: `slots=x` has no whole number")
+    assert text.startswith("/project/hostfile has 2 mistakes:\n  line 1: `slots=x` has no whole number")
     assert "\n  line 3: `wrong` means nothing in a hostfile here" in text
 
 

@@ -97,7 +97,10 @@ KEYS: dict[str, tuple[str, Callable[[Json], bool]]] = {
     "workdir": (PLAIN + 'workdir = "/else/where"', lambda plan: plan["nodes"][2]["workdir"] == "/else/where"),
     "bundle": (
         PLAIN + 'bundle = "code"\nworkdir = "sub"',
-        lambda plan: bool(plan["bundle"]) and plan["nodes"][2]["workdir"].endswith("-n2/work/sub"),
+        lambda plan: (
+            bool(plan["bundle"])
+            and Path(plan["nodes"][2]["workdir"]) == Path(f"/tmp/gpulayer-{plan['job_id']}-n2", "work", "sub")
+        ),
     ),
     "launcher": (PLAIN + 'launcher = "deepspeed"', lambda plan: argv(plan)[2] == "deepspeed.launcher.launch"),
     "rendezvous.kind": (PLAIN + 'rendezvous.kind = "c10d"', lambda plan: "--local-addr" in argv(plan)),

@@ -230,10 +230,10 @@ def test_golden(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save("--job-id", "tuesday", *changed, name="tuesday.json")
     code, out, err = diff(capfd, "monday.json", "tuesday.json")
     assert (code, err) == (1, "")
-    _golden("diff-two.txt", out.replace(str(folder), "/work"))
+    _golden("diff-two.txt", out.replace(str(folder), "/project"))
     code, out, err = diff(capfd, "monday.json")
     assert (code, err) == (1, "")
-    _golden("diff-today.txt", out.replace(str(folder), "/work"))
+    _golden("diff-today.txt", out.replace(str(folder), "/project"))
     assert "5e77aa01" not in out
 
 
