@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gpulayer.errors import JobError
+from gpulayer.values import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -149,14 +150,6 @@ def pack(folder: Path, max_bytes: int) -> Bundle:
         ) from None
     ref = BundleRef(f"sha256:{digest.hexdigest()}", size, len(files), str(folder))
     return Bundle(ref, tuple(one.name for one in files), (largest.name, largest.size), spool)
-
-
-def bytes_text(size: float) -> str:
-    """Return a size as people read it: `41.3 kB`."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.{0 if size >= 100 * unit else 1}f} {name}"
-    return f"{size:.0f} B"
 
 
 # --- which files ----------------------------------------------------------------------------------------------------

@@ -12,15 +12,14 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from gpulayer.bootstrap import bootstrap_command
-from gpulayer.bundle import bytes_text
 from gpulayer.errors import HandshakeError, NodeError
 from gpulayer.events import CollectingProgress, Event, Notice, OutputsCollected, Stage, StageReached
 from gpulayer.frames import ProtocolError
 from gpulayer.output_files import LEFT, Incoming, Listing, NotKeptError, choose
-from gpulayer.session import Session, answering
+from gpulayer.session import Session
 from gpulayer.ssh import SshTarget
 from gpulayer.untrusted import one_line
+from gpulayer.values import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -116,7 +115,7 @@ def _places(command: NodeCommand) -> dict[str, str]:
     return {"job_dir": command.job_dir, "workdir": command.workdir}
 
 
-class Visit:
+class Collection:
     """One node whose outputs are wanted. `has_logs`: its folder stays there for those, whatever comes back."""
 
     def __init__(self, plan: Plan, record: NodeRecord, link: SshLink | None, folder_of: Callable[[int], Path]) -> None:
@@ -171,11 +170,11 @@ class Collecting:
         self,
         plan: Plan,
         connector: SshConnector,
-        visits: Sequence[Visit],
+        collections: Sequence[Collection],
         emit: Callable[[Event], None],
         opened: Callable[[SshLink], None],
     ) -> None:
-        self._plan, self._connector, self._visits = plan, connector, visits
+        self._plan, self._connector, self._collections = plan, connector, collections
         self._emit, self._opened = emit, opened
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._began_s = time.monotonic()
@@ -186,7 +185,7 @@ class Collecting:
         self._emit(StageReached(Stage.COLLECTING))
         self._tell_progress()
         ticking = asyncio.create_task(self._tick())
-        tasks = [asyncio.create_task(self._bring(visit)) for visit in self._visits]
+        tasks = [asyncio.create_task(self._bring(collection)) for collection in self._collections]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for error in [task.exception() for task in done]:
@@ -203,10 +202,10 @@ class Collecting:
 
     def tell_rest(self) -> None:
         """Tell of the nodes that nothing was told of yet: what they have stays there."""
-        for visit in self._visits:
-            if not visit.told:
-                visit.told = True
-                self._emit(visit.result(self._why_not))
+        for collection in self._collections:
+            if not collection.told:
+                collection.told = True
+                self._emit(collection.result(self._why_not))
 
     async def _tick(self) -> None:
         """Tell how far it is, keep the nodes waiting for us, and give up those that are silent."""
@@ -217,7 +216,7 @@ class Collecting:
             now, limit_s = time.monotonic(), self._plan.lost_after_s
             ping = now - pinged_s >= min(PING_S, limit_s / 4)
             pinged_s = now if ping else pinged_s
-            for session in [visit.session for visit in self._visits if visit.session]:
+            for session in [collection.session for collection in self._collections if collection.session]:
                 if now - session.last_heard > limit_s:
                     session.drop(f"nothing was heard of it for {limit_s:g} s")
                 elif now - session.told_s > limit_s:  # one that looks through millions of files says that it goes on
@@ -226,62 +225,65 @@ class Collecting:
                     session.ping()
 
     def _tell_progress(self) -> None:
-        received = sum(visit.received_bytes for visit in self._visits)
+        received = sum(collection.received_bytes for collection in self._collections)
         rate = int(received / max(TICK_S, time.monotonic() - self._began_s))
-        waiting = tuple(visit.command.node_rank for visit in self._visits if not visit.told)
-        self._emit(CollectingProgress(received, sum(visit.total_bytes for visit in self._visits), rate, waiting))
+        waiting = tuple(collection.command.node_rank for collection in self._collections if not collection.told)
+        self._emit(
+            CollectingProgress(received, sum(collection.total_bytes for collection in self._collections), rate, waiting)
+        )
 
-    async def _bring(self, visit: Visit) -> None:
+    async def _bring(self, collection: Collection) -> None:
         try:
             async with self._slots:
-                await self._try(visit)
+                await self._try(collection)
         finally:
-            if visit.incoming:
-                visit.incoming.close()
-            visit.told = True
-            self._emit(visit.result(self._why_not))
+            if collection.incoming:
+                collection.incoming.close()
+            collection.told = True
+            self._emit(collection.result(self._why_not))
 
-    async def _try(self, visit: Visit) -> None:
+    async def _try(self, collection: Collection) -> None:
         """Log in as often as the connection breaks, for as long as the grace after something came, and some more."""
         patience_s = self._plan.grace_s + MARGIN_S
         give_up_s = time.monotonic() + patience_s
         for _ in range(MOST_LOGINS):
-            before = visit.received_bytes
+            before = collection.received_bytes
             try:
-                await self._attempt(visit)
+                await self._attempt(collection)
             except NotKeptError:
-                visit.why_not = NOT_KEPT
+                collection.why_not = NOT_KEPT
                 raise
             except (NodeError, TimeoutError) as error:
-                visit.why_not = one_line(str(error)) or "no answer"
-                broke = visit.session is not None and visit.session.broke
+                collection.why_not = one_line(str(error)) or "no answer"
+                broke = collection.session is not None and collection.session.broke
             else:
-                visit.why_not = ""
+                collection.why_not = ""
                 return
-            if visit.received_bytes > before:
+            if collection.received_bytes > before:
                 give_up_s = time.monotonic() + patience_s
             if broke or time.monotonic() > give_up_s:
                 return
-            visit.link = None
-            self._emit(Notice(f"{visit.why_not}; logging in again for the outputs", (visit.command.node_rank,)))
+            collection.link = None
+            self._emit(
+                Notice(f"{collection.why_not}; logging in again for the outputs", (collection.command.node_rank,))
+            )
             await asyncio.sleep(PAUSE_S)
 
-    async def _attempt(self, visit: Visit) -> None:
-        command, link = visit.command, visit.link
-        session = visit.session = OutputSession(command.python)
+    async def _attempt(self, collection: Collection) -> None:
+        command, link = collection.command, collection.link
+        session = collection.session = OutputSession(command.python)
         if link is None:
-            link = await self._connector.connect(SshTarget(command.ssh, command.user, command.port))
+            link = await self._connector.connect(SshTarget.of(command))
             self._opened(link)
         try:
-            async with answering(command.ssh):
-                await session.shake_hands(await link.open(bootstrap_command(command.python), session))
-            if visit.incoming is None:
-                await self._look(visit, session)
-            if visit.incoming:
-                await session.fetch(command, visit.incoming)
-            if visit.whole:
-                await session.forget(command, whole=not visit.has_logs)
-                visit.forgotten = True
+            await session.begin(link, command.ssh)
+            if collection.incoming is None:
+                await self._look(collection, session)
+            if collection.incoming:
+                await session.fetch(command, collection.incoming)
+            if collection.whole:
+                await session.forget(command, whole=not collection.has_logs)
+                collection.forgotten = True
             session.dismiss()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_LIMIT_S):
@@ -289,9 +291,9 @@ class Collecting:
         finally:
             session.close()
 
-    async def _look(self, visit: Visit, session: OutputSession) -> None:
-        visit.listing = await session.list(visit.command)
+    async def _look(self, collection: Collection, session: OutputSession) -> None:
+        collection.listing = await session.list(collection.command)
         limit = self._plan.max_output_bytes
-        files = choose(visit.listing, limit, bytes_text(limit))
-        visit.total_bytes = sum(file.size_bytes for file in files)
-        visit.incoming = Incoming(visit.folder, files, visit.listing.problems)
+        files = choose(collection.listing, limit, bytes_text(limit))
+        collection.total_bytes = sum(file.size_bytes for file in files)
+        collection.incoming = Incoming(collection.folder, files, collection.listing.problems)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from gpulayer.bootstrap import bootstrap_command
-from gpulayer.collecting import Collecting, Visit
+from gpulayer.collecting import Collecting, Collection
 from gpulayer.ending import KILL_LIMIT_S
 from gpulayer.errors import NodeError, RefusedError
 from gpulayer.events import CommandExited, Event, NodeLost, Notice, Output, Stage, StageReached
@@ -241,7 +241,7 @@ class Fanout:
 
     async def _greet(self, node: RemoteNode) -> None:
         command = node.command
-        link = await self._connector.connect(SshTarget(command.ssh, command.user, command.port))
+        link = await self._connector.connect(SshTarget.of(command))
         self._links.append(link)
         self._logins[command.node_rank] = link
         async with answering(command.ssh):
@@ -407,8 +407,8 @@ class Fanout:
             return
         self._ending = self._collecting = True
         before = self._signals
-        visits = [Visit(self._plan, one, self._logins.get(one.node_rank), self.outputs_to) for one in records]
-        collecting = Collecting(self._plan, self._connector, visits, self._emit, self._links.append)
+        wanted = [Collection(self._plan, one, self._logins.get(one.node_rank), self.outputs_to) for one in records]
+        collecting = Collecting(self._plan, self._connector, wanted, self._emit, self._links.append)
         task = asyncio.create_task(collecting.run())
         task.add_done_callback(lambda _: self._changed.set())
         while not task.done() and self._signals == before < 2:

@@ -6,7 +6,6 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from gpulayer.bundle import bytes_text
 from gpulayer.errors import GpulayerError, NodeError, RefusedError
 from gpulayer.events import (
     BundleReady,
@@ -30,6 +29,7 @@ from gpulayer.events import (
     StageReached,
 )
 from gpulayer.ranges import fold
+from gpulayer.values import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpulayer.bundle import bytes_text
 from gpulayer.ranges import fold
+from gpulayer.values import bytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,10 +12,11 @@ import time
 import zlib
 from typing import TYPE_CHECKING, BinaryIO
 
-from gpulayer.bundle import PIECE_BYTES, Spool, bytes_text
+from gpulayer.bundle import PIECE_BYTES, Spool
 from gpulayer.errors import HandshakeError, NodeError, PrepareError
 from gpulayer.events import BundleReady, Event, Notice, SendingProgress, Stage, StageReached
 from gpulayer.ranges import fold
+from gpulayer.values import bytes_text
 from gpulayer.wire import parse_refused
 
 if TYPE_CHECKING:

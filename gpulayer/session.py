@@ -40,6 +40,13 @@ class Channel(Protocol):
         """Close both directions."""
 
 
+class Login(Protocol):
+    """What opens a channel: an SSH connection, or in tests what starts a local child."""
+
+    async def open(self, command: str, receiver: Session) -> Channel:
+        """Run a command, whose output goes to the receiver. Raises NodeError."""
+
+
 @contextlib.asynccontextmanager
 async def answering(ssh: str) -> AsyncIterator[None]:
     """Await answers of the node with this SSH name in here. Raises HandshakeError where one does not come."""
@@ -77,6 +84,11 @@ class Session:
         self._probe: ProbeLines | None = None
 
     # -- what the launcher asks
+
+    async def begin(self, link: Login, ssh: str) -> Hello:
+        """Have a supervisor run over a login to the node with this SSH name, and shake hands with it."""
+        async with answering(ssh):
+            return await self.shake_hands(await link.open(bootstrap_command(self.python), self))
 
     async def shake_hands(self, channel: Channel) -> Hello:
         """Ship the supervisor and wait for its hello."""

@@ -20,6 +20,9 @@ from gpulayer.errors import SshConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from gpulayer.hosts import Node
+    from gpulayer.plan import NodeCommand
+
 # A key on a security token would ask for a touch, and DSA is gone from servers: neither is tried unasked.
 DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
@@ -34,6 +37,11 @@ class SshTarget:
     host: str
     user: str | None = None
     port: int | None = None
+
+    @classmethod
+    def of(cls, node: Node | NodeCommand) -> SshTarget:
+        """Return where to log in to a node of the map, or of a plan."""
+        return cls(node.ssh, node.user, node.port)
 
     def __str__(self) -> str:
         user = f"{self.user}@" if self.user else ""

@@ -78,7 +78,8 @@ class _Job:
 
     def add_keeper(self, process: Process, found: list[Lease], marks: dict[str, str]) -> None:
         self.keepers.append(process)
-        held = [facts for facts, inodes in found if inodes & _open_sockets(process.pid)]
+        sockets = _open_sockets(process.pid)
+        held = [facts for facts, inodes in found if inodes & sockets]
         if held:
             marks = dict(marks, GPULAYER_JOB_ID=held[0]["job_id"])
         self.marks = {**marks, **self.marks}

@@ -233,6 +233,14 @@ def check_output(value: str) -> None:
         raise ValueRefusedError("leads out of the working directory", advice)
 
 
+def bytes_text(size: float) -> str:
+    """Return a size as people read it: `41.3 kB`."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.{0 if size >= 100 * unit else 1}f} {name}"
+    return f"{size:.0f} B"
+
+
 def parse_size(value: object) -> int:
     """Return how many bytes a size stands for: a whole number of bytes, or a text such as `200MB` or `1.5 GiB`."""
     if type(value) is int:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpulayer import ending
-from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import NodeError
 from gpulayer.session import Session
 from gpulayer.ssh import SshTarget
@@ -44,11 +43,11 @@ class Verifier:
     async def _sweep(self, lost: RemoteNode, left_s: float) -> NodeSwept:
         command = lost.command
         async with asyncio.timeout(left_s):
-            link = await self._connector.connect(SshTarget(command.ssh, command.user, command.port))
+            link = await self._connector.connect(SshTarget.of(command))
         self._opened(link)
         async with asyncio.timeout(left_s + SWEEP_LIMIT_S):
             session = Session(command.python)
-            await session.shake_hands(await link.open(bootstrap_command(command.python), session))
+            await session.begin(link, command.ssh)
             swept = await session.sweep(lost.marker, max(0.0, left_s - MARGIN_S))
             session.dismiss()
             return replace(swept, node_rank=command.node_rank)

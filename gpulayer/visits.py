@@ -11,7 +11,6 @@ import secrets
 from typing import TYPE_CHECKING, TypeVar
 
 from gpulayer import ending
-from gpulayer.bootstrap import bootstrap_command
 from gpulayer.errors import HandshakeError, NodeError
 from gpulayer.events import Survivor
 from gpulayer.facts import FactsRequest, GpuFact, encode_end, encode_gpus, parse_facts, parse_gpus
@@ -63,13 +62,11 @@ async def visit_all(
 @contextlib.asynccontextmanager
 async def _logged_in(node: Node, connector: SshConnector) -> AsyncIterator[tuple[Session, str]]:
     """A supervisor of our own on the node, which leaves at the end, and the address that it was reached by."""
-    link = await connector.connect(SshTarget(node.ssh, node.user, node.port))
+    link = await connector.connect(SshTarget.of(node))
     pinging: asyncio.Task[None] | None = None
     try:
-        async with answering(node.ssh):
-            session = Session(node.python)
-            channel = await link.open(bootstrap_command(node.python), session)
-            await session.shake_hands(channel)
+        session = Session(node.python)
+        await session.begin(link, node.ssh)
         pinging = asyncio.create_task(_ping(session))
         yield session, link.address
         session.dismiss()

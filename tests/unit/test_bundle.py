@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpulayer import node_bundle
-from gpulayer.bundle import Bundle, bytes_text, pack, select_files
+from gpulayer.bundle import Bundle, pack, select_files
 from gpulayer.errors import JobError
 from tests.support.bundles import PACKAGE, write_tree
 
@@ -282,11 +282,3 @@ def test_a_checkout_without_git_is_an_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.undo()
     (tmp_path / ".git/index").write_text("broken")
     assert _refusal(tmp_path)[0].startswith("`git ls-files` in FOLDER: ")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (999, "999 B"), (41_300, "41.3 kB"), (200_000_001, "200 MB"), (2e9, "2.0 GB")]
-)
-def test_sizes_are_shown_as_people_read_them(size: float, text: str) -> None:
-    """In powers of ten, as disks and links are sold."""
-    assert bytes_text(size) == text

@@ -128,3 +128,11 @@ def test_what_is_refused(check: Callable[[Any], None], value: object, text: str,
     with pytest.raises(ValueRefusedError) as caught:
         check(value)
     assert (str(caught.value), caught.value.hint) == (text, hint)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (41_300, "41.3 kB"), (200_000_001, "200 MB"), (2e9, "2.0 GB")]
+)
+def test_sizes_are_shown_as_people_read_them(size: float, text: str) -> None:
+    """In powers of ten, as disks and links are sold."""
+    assert values.bytes_text(size) == text
