@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pwd
 import socket
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from gpulayer.errors import NodeError, NodeHeldError
 from gpulayer.events import Event, Notice
 from gpulayer.inventory import NodeLease
+from gpulayer.lease_folder import user_name
 from gpulayer.placement import Hold
 from gpulayer.ranges import fold
 from gpulayer.session import answering
@@ -45,11 +45,7 @@ class HoldSettings:
 
 def new_hold(job_id: str) -> Hold:
     """Return what is said of a job that begins now, here, for whoever runs this."""
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # an account without a name
-        user = str(os.getuid())
-    return Hold(job_id, user, socket.gethostname(), time.time())
+    return Hold(job_id, user_name(os.geteuid()), socket.gethostname(), time.time())
 
 
 def lease_of(plan: Plan, command: NodeCommand, hold: Hold) -> NodeLease:

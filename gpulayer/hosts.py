@@ -5,7 +5,7 @@ values.py has the rules for single values, problems.py the words for what breaks
 
 import ipaddress
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -28,7 +28,18 @@ from gpulayer.ranges import MAX_NAMES, expand, expand_ranges, fold, has_range, w
 from gpulayer.toml_files import FileKind, parse_toml
 from gpulayer.values import ValueRefusedError
 
-__all__ = ["HostMap", "HostsFile", "Node", "NodeKeys", "expand", "find_hosts_file", "fold", "load_hosts", "read_text"]
+__all__ = [
+    "HostMap",
+    "HostsFile",
+    "Node",
+    "NodeKeys",
+    "expand",
+    "find_hosts_file",
+    "fold",
+    "gpus_meet",
+    "load_hosts",
+    "read_text",
+]
 
 T = TypeVar("T")
 
@@ -129,6 +140,11 @@ class Node(NodeKeys):
     @classmethod
     def _ssh_is_the_id(cls, data: dict[str, object]) -> dict[str, object]:
         return data if data.get("ssh") else {**data, "ssh": data.get("id", "")}
+
+    @property
+    def devices(self) -> tuple[int, ...] | None:
+        """The device indices that the map lists, None where the node is all of a machine."""
+        return self.gpus if isinstance(self.gpus, tuple) else None
 
     @property
     def gpu_count(self) -> int | None:
@@ -277,7 +293,7 @@ def _shared_machines(owners: Sequence[tuple[str, Node]]) -> list[Problem]:
         for name in dict.fromkeys((node.ssh, node.address or node.ssh)):
             neighbours = seen[str(_address(name) or name.lower().rstrip(".")), node.port or 22]
             for other in neighbours:
-                if other.id != node.id and not _apart(node, other):
+                if other.id != node.id and gpus_meet(node.devices, other.devices):
                     text = f"is at {name}, port {node.port or 22}, where {other.id} is too"
                     where = f"{table('nodes', key)} {node.id}" if key != node.id else table("nodes", key)
                     problems.append(
@@ -295,11 +311,6 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _apart(one: Node, other: Node) -> bool:
-    """True for two parts of one machine: both list their devices, and share none."""
-    return isinstance(one.gpus, tuple) and isinstance(other.gpus, tuple) and not set(one.gpus) & set(other.gpus)
-
-
 def _practice(file: HostsFile, owners: Sequence[tuple[str, Node]]) -> list[Problem]:
     """Hold the map to its word: where practice is declared, no real machine may be reached without its checks."""
     places = {node.id: node.address or node.ssh for _, node in owners}
@@ -309,3 +320,8 @@ def _practice(file: HostsFile, owners: Sequence[tuple[str, Node]]) -> list[Probl
         return []
     text = f"is for loopback addresses, which {fold(real)} does not have"
     return [Problem("practice = true", text, "leave `practice` out; it is for a cluster on one machine")]
+
+
+def gpus_meet(one: Iterable[int] | None, other: Iterable[int] | None) -> bool:
+    """Tell whether two parts of one machine, by their device indices, share any. None: all of it."""
+    return one is None or other is None or not set(one).isdisjoint(other)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpulayer.errors import HandshakeError
+from gpulayer.hosts import gpus_meet
 from gpulayer.masks import NONE_KNOWN
 from gpulayer.placement import Hold
 from gpulayer.typed import read_typed
@@ -38,9 +39,7 @@ class NodeLease:
 
     def meets(self, scope: str, gpus: tuple[int, ...] | None) -> bool:
         """Tell whether it is about any of these GPUs (None: the whole machine)."""
-        if scope != self.scope:
-            return False
-        return self.gpus is None or gpus is None or bool(set(self.gpus) & set(gpus))
+        return scope == self.scope and gpus_meet(self.gpus, gpus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gpulayer.errors import HeldError
-from gpulayer.hosts import fold
+from gpulayer.hosts import fold, gpus_meet
 from gpulayer.lease_folder import SUFFIX, LeaseFolder, user_name
 from gpulayer.placement import Hold
 
@@ -58,8 +58,7 @@ class Machine:
 
     def meets(self, other: Machine) -> bool:
         """True when two jobs cannot have both at once."""
-        apart = self.gpus is not None and other.gpus is not None and not set(self.gpus) & set(other.gpus)
-        return self.key == other.key and not apart
+        return self.key == other.key and gpus_meet(self.gpus, other.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class Record:
 
 def machine(node: Node, key: str) -> Machine:
     """Return the machine of a map's entry: a part of it where the entry lists devices, else all of it."""
-    return Machine(key, node.gpus if isinstance(node.gpus, tuple) else None)
+    return Machine(key, node.devices)
 
 
 def held_nodes(
@@ -260,12 +259,7 @@ class Lease:
 def look_up(path: Path, machines: Mapping[str, Machine], tell: Callable[[str], None]) -> dict[str, Hold] | None:
     """Return which of these nodes are held, as of now. None where the folder cannot be read, which is told."""
     try:
-        folder = LeaseFolder(path, create=False)
-        try:
-            with folder.mutex():
-                return held_nodes(machines, read_records(folder.records()))
-        finally:
-            folder.close()
+        return held_nodes(machines, _records_in(path))
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -276,14 +270,16 @@ def look_up(path: Path, machines: Mapping[str, Machine], tell: Callable[[str], N
 def live_records(path: Path) -> list[Record]:
     """Return the records of all launchers that live here; none where the folder cannot be read."""
     try:
-        folder = LeaseFolder(path, create=False)
+        return _records_in(path)
     except OSError:
         return []
+
+
+def _records_in(path: Path) -> list[Record]:
+    folder = LeaseFolder(path, create=False)
     try:
         with folder.mutex():
             return read_records(folder.records())
-    except OSError:
-        return []
     finally:
         folder.close()
 

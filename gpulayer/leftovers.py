@@ -82,8 +82,7 @@ def probe_nodes(asking: Asking, *, practice: bool) -> dict[str, NodeFound]:
     found = {}
     for node in asking.nodes:
         said: NodeSeen | NodeError = problems[node.id] if node.id in problems else seen[node.id]
-        gpus = node.gpus if isinstance(node.gpus, tuple) else None
-        found[node.id] = judge_node(scope_of(node, practice=practice), gpus, said)
+        found[node.id] = judge_node(scope_of(node, practice=practice), node.devices, said)
     return found
 
 

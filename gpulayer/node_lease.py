@@ -70,6 +70,7 @@ def in_conflict(wanted: Header, held: Header) -> bool:
     names = ("job_id", "user", "login", "since")
     if wanted["scope"] != held["scope"] or all(wanted[name] == held[name] for name in names):
         return False
+    # As hosts.gpus_meet on the login node, which is not sent to nodes.
     return wanted["gpus"] is None or held["gpus"] is None or bool(set(wanted["gpus"]) & set(held["gpus"]))
 
 

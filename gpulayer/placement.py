@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from gpulayer.errors import HeldError, PlacementError, PoolError
-from gpulayer.hosts import expand, fold
+from gpulayer.hosts import expand, fold, gpus_meet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -299,17 +299,13 @@ def _check_distinct(nodes: Sequence[Node], addresses: Sequence[Address], parsed:
     seen: dict[tuple[IPAddress, int | None], list[Node]] = {}
     for node, address, ip in zip(nodes, addresses, parsed, strict=True):
         for other in seen.setdefault((ip, node.port or 22), []):
-            if _devices(node) and _devices(other) and not _devices(node) & _devices(other):
+            if not gpus_meet(node.devices, other.devices):
                 continue
             raise PlacementError(
                 f"nodes {other.id} and {node.id} are one machine: both have the address {address.value}",
                 hint="draw one of them, or give each its own `gpus` list in the hosts map",
             )
         seen[ip, node.port or 22].append(node)
-
-
-def _devices(node: Node) -> set[int]:
-    return set(node.gpus) if isinstance(node.gpus, tuple) else set()
 
 
 def _with_addresses(nodes: Sequence[Node], addresses: Sequence[Address]) -> str:

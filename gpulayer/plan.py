@@ -231,7 +231,7 @@ def _node_command(launcher: Launcher, part: NodePart, env: Mapping[str, EnvValue
         python=part.python,
         job_dir=part.job_dir,
         interface=interface,
-        gpus=node.gpus if isinstance(node.gpus, tuple) else None,
+        gpus=node.devices,
         outputs=tuple(substitute(one, values) for one in job.outputs),
     )
 
