@@ -250,8 +250,9 @@ goes on holds a lock in its directory, so none is `running` that is not. `ended 
 killed, or the machine went down; `gpulayer ps` shows what it may have left on nodes. Over a network file system
 without locks, a run that another machine looks after is taken for one of these.
 
-`--json` prints a list of objects with `job_id`, `run_dir`, `state` (`running`, `ended` or `no receipt`), `started_at`,
-`took_s`, `nodes`, `exit_code` and `outcome`; what is not known is null.
+`--json` prints an object with `version`, which is 1, and `runs`: for each run, an object with `job_id`, `run_dir`,
+`state` (`running`, `ended` or `no receipt`), `started_at`, `took_s`, `nodes`, `exit_code` and `outcome`. What is not
+known is null.
 """,
     "logs": """\
 Without RUN it is the last one. Lines are tagged as they were on the screen of the run, what was written on stdout goes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpulayer.errors import JobError
 from gpulayer.logs import RunPaths, is_held
 from gpulayer.messages import ShownNode
-from gpulayer.outcome import EXIT_LOGS_LOST, EXIT_UNCLEAN
+from gpulayer.outcome import EXIT_INCOMPLETE, EXIT_UNCLEAN, LOGS_INCOMPLETE, OUTPUTS_MISSING
 from gpulayer.ranges import fold
 from gpulayer.untrusted import one_line
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 LAST = "last"
 RUNS_TABLE = ("job", "started", "took", "nodes", "exit", "outcome")
+RUNS_VERSION = 1
 LONGEST_OUTCOME = 200
 
-_WITHOUT_CAUSE: dict[int | None, str] = {0: "succeeded", EXIT_LOGS_LOST: "succeeded, but its logs are incomplete"}
 _MOST_BYTES = 64 << 20  # of a receipt; no launcher writes such a one
 _FIRST_LINE_BYTES = 4 << 20
 
@@ -54,7 +54,7 @@ class PastRun:
         """How it ended, in one line."""
         if self.state is not RunState.ENDED:
             return "running" if self.state is RunState.RUNNING else "ended without a receipt"
-        words = self.text or _WITHOUT_CAUSE.get(self.exit_code, "ended")
+        words = self.text or ("succeeded" if self.exit_code == 0 else "ended")
         return f"{words}; something may still run" if self.exit_code == EXIT_UNCLEAN else words
 
 
@@ -97,8 +97,6 @@ def read_run(root: Path) -> PastRun | None:
     state = RunState.ENDED if receipt else RunState.RUNNING if is_held(paths) else RunState.NO_RECEIPT
     if state is RunState.NO_RECEIPT and (receipt := _read(paths.receipt)):
         state = RunState.ENDED  # meanwhile
-    cause = receipt.get("cause")
-    text = cause.get("text") if isinstance(cause, dict) else receipt.get("text")
     return PastRun(
         job_id=_text(begun.get("job_id") or receipt.get("job_id")) or root.name,
         root=root,
@@ -107,7 +105,7 @@ def read_run(root: Path) -> PastRun | None:
         nodes=tuple(_nodes(begun.get("nodes") or receipt.get("nodes"))),
         took_s=_number(receipt.get("took_s")),
         exit_code=receipt["exit_code"] if isinstance(receipt.get("exit_code"), int) else None,
-        text=one_line(_text(text), LONGEST_OUTCOME),
+        text=one_line(_words(receipt), LONGEST_OUTCOME),
     )
 
 
@@ -132,7 +130,7 @@ def runs_rows(runs: Iterable[PastRun], now: datetime) -> list[tuple[str, ...]]:
 
 
 def runs_json(runs: Iterable[PastRun]) -> str:
-    """Return the same for scripts."""
+    """Return the same for scripts. RUNS_VERSION counts up when a name in it changes its meaning or goes."""
     found = [
         {
             "job_id": run.job_id,
@@ -146,7 +144,7 @@ def runs_json(runs: Iterable[PastRun]) -> str:
         }
         for run in runs
     ]
-    return json.dumps(found, indent=2) + "\n"
+    return json.dumps({"version": RUNS_VERSION, "runs": found}, indent=2) + "\n"
 
 
 def duration_text(seconds: float) -> str:
@@ -155,6 +153,19 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = int(seconds) // 60
     return f"{minutes} min {int(seconds) % 60:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _words(receipt: dict[str, Any]) -> str:
+    """Return how a run ended, as its receipt has it: the cause, the refusal, or what is missing; "" for a success."""
+    cause = receipt.get("cause")
+    if text := _text(cause.get("text") if isinstance(cause, dict) else receipt.get("text")):
+        return text
+    if receipt.get("exit_code") != EXIT_INCOMPLETE:
+        return ""
+    nodes = receipt.get("nodes")
+    outputs = [node.get("outputs") for node in (nodes if isinstance(nodes, list) else ()) if isinstance(node, dict)]
+    missing = any(one.get("problems") for one in outputs if isinstance(one, dict))
+    return OUTPUTS_MISSING if missing and not receipt.get("lost_log_bytes") else LOGS_INCOMPLETE
 
 
 def _begun(paths: RunPaths) -> dict[str, Any]:

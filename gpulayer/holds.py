@@ -17,6 +17,7 @@ from gpulayer.errors import NodeError, NodeHeldError
 from gpulayer.events import Event, Notice
 from gpulayer.inventory import NodeLease
 from gpulayer.lease_folder import user_name
+from gpulayer.leases import LONGER
 from gpulayer.placement import Hold
 from gpulayer.ranges import fold
 from gpulayer.session import answering
@@ -101,8 +102,14 @@ class Holding:
         waiting = False
         while await self._attempt():
             only_held = all(isinstance(error, NodeHeldError) for error in self._problems.values())
-            if not only_held or time.monotonic() + WAIT_PAUSE_S > self._settings.wait_until_s:
+            if not only_held:
                 return self._problems
+            if time.monotonic() + WAIT_PAUSE_S > self._settings.wait_until_s:
+                return (
+                    {node_id: _after_waiting(one) for node_id, one in self._problems.items()}
+                    if waiting
+                    else self._problems
+                )
             if not waiting:
                 waiting = True
                 ids = fold(self._problems)
@@ -151,6 +158,10 @@ class Holding:
                 self._problems[node.command.node_id] = result
             elif isinstance(result, BaseException):
                 raise result
+
+
+def _after_waiting(error: NodeError) -> NodeError:
+    return NodeHeldError(str(error), hint=LONGER)
 
 
 async def _release(node: RemoteNode) -> None:

@@ -40,6 +40,9 @@ MOST_LETTERS = 64
 LATEST_S = 4e9  # of a time that is believed
 LAST_TICKET = 1 << 53
 POLL_S = 0.5
+LONGER = (
+    "give `--wait` longer, or no number to wait as long as it takes; `-x` and `--nnodes` ask for other nodes or fewer"
+)
 
 
 class State(StrEnum):
@@ -201,7 +204,7 @@ class Lease:
                 if wait_s is None:
                     raise
                 if waited_s >= wait_s:
-                    raise HeldError(f"waited for {wait_s:g} s, but {held}", hint=held.hint) from None
+                    raise HeldError(f"waited for {wait_s:g} s, but {held}", hint=LONGER) from None
                 if not waits:
                     tell(f"waiting for nodes: {held}")
                 waits = True

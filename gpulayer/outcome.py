@@ -31,9 +31,12 @@ from gpulayer.untrusted import one_line
 EXIT_FAILED = 1
 EXIT_LOST = 4
 EXIT_UNCLEAN = 5
-EXIT_LOGS_LOST = 6
+EXIT_INCOMPLETE = 6
 EXIT_TIMEOUT = 124
 LONGEST_ERROR = 200
+
+LOGS_INCOMPLETE = "succeeded, but its logs are incomplete"
+OUTPUTS_MISSING = "succeeded, but not all its outputs came back"
 
 
 class CauseKind(StrEnum):
@@ -255,7 +258,7 @@ class Ledger:
             return EXIT_UNCLEAN
         match self.cause.kind if self.cause else None:
             case None:
-                return EXIT_LOGS_LOST if self.logs_lost or self.outputs_lost else 0
+                return EXIT_INCOMPLETE if self.logs_lost or self.outputs_lost else 0
             case CauseKind.TIMEOUT:
                 return EXIT_TIMEOUT
             case CauseKind.LOST:

@@ -119,7 +119,7 @@ def plan_to_run(
 
 def _hint(remade: Remade) -> str:
     made_with, today = remade.recipe.hosts, hosts_name(remade.request.host_map)
-    hint = "mend what is named there, or make a new plan with `gpulayer render -o`"
+    hint = "mend what is named there, or make a new plan with `gpulayer render -o FILE`"
     return hint if made_with == today else f"{hint}; this one was made with `--hosts {quote(made_with)}`"
 
 

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 from gpulayer.findings import findings_json, render_findings
 from gpulayer.hosts import fold
 from gpulayer.messages import describe_status
-from gpulayer.outcome import EXIT_LOGS_LOST, Cause, CauseKind, Fate, Ledger, NodeRecord
+from gpulayer.outcome import (
+    EXIT_INCOMPLETE,
+    LOGS_INCOMPLETE,
+    OUTPUTS_MISSING,
+    Cause,
+    CauseKind,
+    Fate,
+    Ledger,
+    NodeRecord,
+)
 from gpulayer.output_words import output_lines
 from gpulayer.untrusted import printable
 
@@ -78,8 +87,8 @@ def check_json(plan: Plan, result: PreflightResult) -> str:
 def _verdict(ledger: Ledger) -> str:
     match ledger.cause.kind if ledger.cause else None:
         case None:
-            missing = "its logs are incomplete" if ledger.logs_lost else "not all its outputs came back"
-            return {0: "succeeded", EXIT_LOGS_LOST: f"succeeded, but {missing},"}.get(
+            incomplete = LOGS_INCOMPLETE if ledger.logs_lost else OUTPUTS_MISSING
+            return {0: "succeeded", EXIT_INCOMPLETE: f"{incomplete},"}.get(
                 ledger.exit_code, "ended, but something may still run,"
             )
         case CauseKind.SIGNAL:

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpulayer import lease_folder
+from gpulayer.errors import HeldError
 from gpulayer.lease_folder import LeaseFolder
 from gpulayer.leases import Lease, Machine, Record, State, look_up, write_record
 from tests.support.lease_jobs import LeaseJob, draw
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from gpulayer.placement import Hold
 
 NODES = ("a", "b", "c")
 RACES = 20
@@ -109,6 +112,20 @@ def test_waiting_ends(folder: Path) -> None:
         assert waiter.ask("release") == "released"
         with Lease(folder, "z") as lease:
             assert draw(lease, NODES, 1) == "drew c"
+
+
+def test_a_wait_that_is_over_does_not_advise_to_wait(folder: Path) -> None:
+    """The next step is a longer one, or other nodes."""
+
+    def acquire(held: Mapping[str, Hold]) -> tuple[str, ...]:
+        raise HeldError("asked for 1 node, none is free", hint="`--wait` waits")
+
+    with (
+        Lease(folder, "x") as lease,
+        pytest.raises(HeldError, match=r"^waited for 0\.1 s, but asked for 1 node") as over,
+    ):
+        lease.draw({}, acquire, 0.1, lambda _: None)
+    assert (over.value.hint or "").startswith("give `--wait` longer, or no number")
 
 
 def test_only_records_of_the_living_count(folder: Path) -> None:

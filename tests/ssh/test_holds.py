@@ -146,7 +146,7 @@ def test_a_wait_ends(cluster2: Cluster) -> None:
         assert first.finish().returncode == 0
     assert (interrupted.returncode, interrupted.named("command_started")) == (130, [])
     assert (refused.returncode, refused.named("command_started")) == (3, [])
-    assert re.search(held_by(first), refused.stderr)
+    assert re.search(rf"{held_by(first)}\nhint: give `--wait` longer", refused.stderr)
     assert_clean(cluster2)
 
 

@@ -90,7 +90,7 @@ def _cannot(*lines: str) -> str:
     said = "".join(f"  {line}\n" for line in lines)
     return (
         f"gpulayer: error: plan.json cannot be run as it stands, and nothing was contacted\n{said}\n"
-        "hint: mend what is named there, or make a new plan with `gpulayer render -o`\n"
+        "hint: mend what is named there, or make a new plan with `gpulayer render -o FILE`\n"
     )
 
 

@@ -49,7 +49,7 @@ def _past(job_id: str, minutes_ago: float, output: bytes) -> None:
 def test_no_runs_yet(run: Callable[..., object]) -> None:
     """It is no error that nothing was run here; for a script it is an empty list."""
     assert run("runs") == (0, "", "gpulayer: no runs in runs\n")
-    assert run("runs", "--json") == (0, "[]\n", "")
+    assert run("runs", "--json") == (0, '{\n  "version": 1,\n  "runs": []\n}\n', "")
 
 
 def test_runs_and_their_logs(run: Callable[..., tuple[int, str, str]]) -> None:
@@ -60,7 +60,7 @@ def test_runs_and_their_logs(run: Callable[..., tuple[int, str, str]]) -> None:
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == ["job", "one", "two"]
     assert run("runs", "runs") == (0, out, "")
-    assert [one["job_id"] for one in json.loads(run("runs", "runs/two", "--json")[1])] == ["two"]
+    assert [one["job_id"] for one in json.loads(run("runs", "runs/two", "--json")[1])["runs"]] == ["two"]
     assert run("logs") == run("logs", "last") == (0, "[0/0] second\n", "")
     assert run("logs", "one", "--node", "gpu-01", "--rank", "0", "--merge") == (0, "[0/0] first\n", "")
     nothing = "gpulayer: nothing was written in runs/one by what is asked for\n"

@@ -27,6 +27,7 @@ from tests.support.plans import nodes, plan, script
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MISSING = {"outputs": {"files": 1, "problems": ["big: not brought back"]}}
 NOW = datetime(2026, 11, 29, 15, 0, tzinfo=UTC)
 PLAN = plan(script(), nodes(2, 2))
 OK = {"exit_code": 0, "cause": None, "took_s": 9.71}
@@ -74,7 +75,10 @@ def test_the_table(runs: Path) -> None:
 
 def test_the_same_for_scripts(runs: Path) -> None:
     """JSON has the same runs in the same order, with plain values."""
-    found = json.loads(runs_json(find_runs(runs)))
+    document = json.loads(runs_json(find_runs(runs)))
+    assert set(document) == {"version", "runs"}
+    assert document["version"] == 1
+    found = document["runs"]
     assert [(run["job_id"], run["state"], run["exit_code"]) for run in found] == [
         ("c", "ended", 3),
         ("b", "ended", 0),
@@ -111,12 +115,20 @@ def test_a_run_goes_on_until_its_launcher_is_done(tmp_path: Path) -> None:
     ("receipt", "outcome"),
     [
         ({"exit_code": 6, "cause": None}, "succeeded, but its logs are incomplete"),
+        (
+            {"exit_code": 6, "cause": None, "lost_log_bytes": 7, "nodes": [MISSING]},
+            "succeeded, but its logs are incomplete",
+        ),
+        (
+            {"exit_code": 6, "cause": None, "lost_log_bytes": 0, "nodes": [{"outputs": None}, MISSING]},
+            "succeeded, but not all its outputs came back",
+        ),
         ({"exit_code": 5, "cause": None}, "ended; something may still run"),
         ({"exit_code": 5, "cause": {"text": "node 1 was lost"}}, "node 1 was lost; something may still run"),
     ],
 )
 def test_ends_that_need_a_word_more(receipt: dict[str, object], outcome: str, tmp_path: Path) -> None:
-    """A success without all of its logs, and a node where something may still run."""
+    """A success without all of its logs or outputs, and a node where something may still run."""
     with begin(tmp_path, "x", 1) as run:
         run.write_receipt(receipt)
     past = read_run(tmp_path / "x")

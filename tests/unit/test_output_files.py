@@ -23,7 +23,7 @@ from gpulayer.events import (
 )
 from gpulayer.frames import ProtocolError
 from gpulayer.job import EnvValue, check_output
-from gpulayer.outcome import EXIT_LOGS_LOST, Ledger, NodeRecord
+from gpulayer.outcome import EXIT_INCOMPLETE, Ledger, NodeRecord
 from gpulayer.output_files import (
     Incoming,
     Listing,
@@ -272,7 +272,7 @@ def test_outputs_in_the_last_lines(tmp_path: Path) -> None:
         "  no node has anything that fits `--outputs b`",
     ]
     assert [node.kept for node in ledger.nodes] == ["/tmp/kept", ""]
-    assert ledger.exit_code == EXIT_LOGS_LOST
+    assert ledger.exit_code == EXIT_INCOMPLETE
     assert outputs_json(ledger.nodes[0].collected) == {
         "files": 2, "bytes": 1500, "links": 0, "problems": ["x: gone"], "unmatched": ["a", "b"],
     }  # fmt: skip

@@ -333,7 +333,7 @@ def test_the_plan_does_not_say_which_map_and_which_ssh_configuration_are_right(
     assert capfd.readouterr().err == (
         "gpulayer: error: own.json cannot be run as it stands, and nothing was contacted\n"
         "  n02: address: 10.9.0.22 -> 10.9.0.2\n\n"
-        "hint: mend what is named there, or make a new plan with `gpulayer render -o`; this one was made with "
+        "hint: mend what is named there, or make a new plan with `gpulayer render -o FILE`; this one was made with "
         f"`--hosts {folder}/own.toml`\n"
     )
     assert not (folder / "ran").exists()
