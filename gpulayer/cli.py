@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from gpulayer import __version__
+from gpulayer.command_words import CommandGroup, RunCommand
 from gpulayer.errors import GpulayerError, JobError, RequestError
 from gpulayer.options import AskOptions, KillOptions, MapOptions, takes
 from gpulayer.options_history import LogsOptions, RunsOptions
-from gpulayer.options_init import CommandGroup, InitOptions, JobInitOptions
+from gpulayer.options_init import InitOptions, JobInitOptions
 from gpulayer.options_job import (
     NO_SCRIPT,
     CheckFormat,
@@ -26,7 +27,6 @@ from gpulayer.options_job import (
     Format,
     PlanOptions,
     PreflightOptions,
-    RunCommand,
     RunOptions,
 )
 from gpulayer.options_plan import STDIO, DiffOptions

@@ -17,8 +17,7 @@ from gpulayer.errors import NodeError, NodeHeldError
 from gpulayer.events import Event, Notice
 from gpulayer.inventory import NodeLease
 from gpulayer.lease_folder import user_name
-from gpulayer.leases import LONGER
-from gpulayer.placement import Hold
+from gpulayer.placement import Hold, longer
 from gpulayer.ranges import fold
 from gpulayer.session import answering
 from gpulayer.untrusted import one_line
@@ -161,7 +160,7 @@ class Holding:
 
 
 def _after_waiting(error: NodeError) -> NodeError:
-    return NodeHeldError(str(error), hint=LONGER)
+    return NodeHeldError(str(error), hint=longer(error.hint))
 
 
 async def _release(node: RemoteNode) -> None:

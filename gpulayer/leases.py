@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Self
 from gpulayer.errors import HeldError
 from gpulayer.hosts import fold, gpus_meet
 from gpulayer.lease_folder import SUFFIX, LeaseFolder, user_name
-from gpulayer.placement import Hold
+from gpulayer.placement import Hold, longer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,9 +40,6 @@ MOST_LETTERS = 64
 LATEST_S = 4e9  # of a time that is believed
 LAST_TICKET = 1 << 53
 POLL_S = 0.5
-LONGER = (
-    "give `--wait` longer, or no number to wait as long as it takes; `-x` and `--nnodes` ask for other nodes or fewer"
-)
 
 
 class State(StrEnum):
@@ -204,7 +201,7 @@ class Lease:
                 if wait_s is None:
                     raise
                 if waited_s >= wait_s:
-                    raise HeldError(f"waited for {wait_s:g} s, but {held}", hint=LONGER) from None
+                    raise HeldError(f"waited for {wait_s:g} s, but {held}", hint=longer(held.hint)) from None
                 if not waits:
                     tell(f"waiting for nodes: {held}")
                 waits = True

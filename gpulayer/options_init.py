@@ -1,30 +1,18 @@
-"""The options of `gpulayer hosts init` and `gpulayer job init`, and how commands of two words are found.
+"""The options of `gpulayer hosts init` and `gpulayer job init`.
 
 No `from __future__ import annotations` here: typer reads the annotations themselves.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
 
 from gpulayer.options import ReachOptions, option, refuse_unprobed
 
 DEFAULT_OUTPUT = Path("hosts.toml")
 SSH = "ssh:"  # as in sources.py, which takes long to import
-
-
-class CommandGroup(typer.core.TyperGroup):
-    """The commands, among them some of two words: `hosts init` beside `hosts`, which takes no words of its own."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command and the words left for it."""
-        name = " ".join(args[:2])
-        if len(args) > 1 and name in self.commands:
-            return name, self.commands[name], args[2:]
-        return super().resolve_command(ctx, args)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 No `from __future__ import annotations` here: typer reads the annotations themselves.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import typer.core
 
 from gpulayer.errors import JobError
 from gpulayer.options import HostsOptions, ReachOptions, duration, number, option, seconds, size
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from gpulayer.job import DistributedJob
     from gpulayer.job_file import JobSettings
 
-_DURATION = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[a-z]{0,3}|inf|nan")  # `5m` too, to be refused: it is no script
 NO_SCRIPT = "(none)"  # what a plan names where only nodes are checked
 BESIDE_PLAN = {"hosts", "ssh_config", "env", "format"}
 """The fields of PlanOptions that do not change a saved plan."""
@@ -393,36 +390,3 @@ class ExecOptions(CarryOutOptions, LimitOptions, OutputOptions, NodesOptions):
         if self.command is not None:
             said |= {"entrypoint": self.command, "args": tuple(self.args or ()), "launcher": "command"}
         return said
-
-
-class RunCommand(typer.core.TyperCommand):
-    """`run`, whose `--wait` may stand without a number. typer has no such options."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse what the user typed."""
-        valued = {name for param in self.params if not getattr(param, "is_flag", False) for name in param.opts}
-        return list(super().parse_args(ctx, spell_out_wait(args, valued)))
-
-
-def spell_out_wait(words: list[str], valued: set[str]) -> list[str]:
-    """Return the words with each `--wait` that no number follows as `--wait=inf`. What begins with SCRIPT is left.
-
-    `valued` are the options that take a value, which may look like anything.
-    """
-    rest, read = list(words), list[str]()
-    while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
-        word = rest.pop(0)
-        if word == "--wait" and not (rest and _DURATION.fullmatch(rest[0])):
-            word = "--wait=inf"
-        read.append(word)
-        if rest and _takes_next(word.replace("_", "-"), valued):
-            read.append(rest.pop(0))
-    return read + rest
-
-
-def _takes_next(word: str, valued: set[str]) -> bool:
-    """True for an option whose value is the next word: `--nnodes`, `-N`, `-vN`, but not `--nnodes=2` nor `-N2`."""
-    if word.startswith("--"):
-        return word in valued
-    first = next((at for at, letter in enumerate(word) if at and f"-{letter}" in valued), None)
-    return first == len(word) - 1

@@ -48,6 +48,11 @@ class Hold:
         return f"job {self.job_id} of {self.user} on {self.login} since {self.clock()}"
 
 
+def longer(hint: str | None) -> str | None:
+    """Return the hint of a refusal that advises to wait, for somebody who has waited."""
+    return hint and hint.replace("wait for", "wait longer for", 1)
+
+
 class NodePool:
     """The nodes that are free, in the order of the hosts map. `held`: by node id, those that other jobs have."""
 

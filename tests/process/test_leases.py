@@ -118,14 +118,14 @@ def test_a_wait_that_is_over_does_not_advise_to_wait(folder: Path) -> None:
     """The next step is a longer one, or other nodes."""
 
     def acquire(held: Mapping[str, Hold]) -> tuple[str, ...]:
-        raise HeldError("asked for 1 node, none is free", hint="`--wait` waits")
+        raise HeldError("asked for 1 node, none is free", hint="wait for them with `--wait`, or ask for fewer")
 
     with (
         Lease(folder, "x") as lease,
         pytest.raises(HeldError, match=r"^waited for 0\.1 s, but asked for 1 node") as over,
     ):
         lease.draw({}, acquire, 0.1, lambda _: None)
-    assert (over.value.hint or "").startswith("give `--wait` longer, or no number")
+    assert over.value.hint == "wait longer for them with `--wait`, or ask for fewer"
 
 
 def test_only_records_of_the_living_count(folder: Path) -> None:

@@ -146,7 +146,9 @@ def test_a_wait_ends(cluster2: Cluster) -> None:
         assert first.finish().returncode == 0
     assert (interrupted.returncode, interrupted.named("command_started")) == (130, [])
     assert (refused.returncode, refused.named("command_started")) == (3, [])
-    assert re.search(rf"{held_by(first)}\nhint: give `--wait` longer", refused.stderr)
+    assert re.search(
+        rf"{held_by(first)}\nhint: wait longer for it with `--wait`, or leave the node out", refused.stderr
+    )
     assert_clean(cluster2)
 
 

@@ -64,6 +64,7 @@ LAYERS = (
         "errors",
         "events",
         "frames",
+        "command_words",
         "lease_folder",
         "processes",
         "probe_host",
@@ -80,7 +81,7 @@ OWNERS = {
     "pydantic": {"hosts", "job", "job_file", "recipe"},
     "rich": {"console"},
     "torch": {"demo_allreduce"},  # which runs on the nodes
-    "typer": {"cli", "options", "options_history", "options_init", "options_job", "options_plan"},
+    "typer": {"cli", "command_words", "options", "options_history", "options_init", "options_job", "options_plan"},
     "uvloop": {"launch"},
 }
 MOST_LINES = 500

@@ -395,6 +395,12 @@ ERRORS: list[tuple[list[str], str, str]] = [
     (["run", "--grace", "1m", "s.py"], "Invalid value for '--grace': `1m` is not a number of seconds", RUN_HELP),
     (["run", "--label", "x", "s.py"], "Invalid value for '--label': 'x' is not one of 'rank', 'id'", RUN_HELP),
     (["launch"], "No such command 'launch'", "`gpulayer --help` shows what it takes"),
+    (["job"], "`job` alone is no command: there is `gpulayer job init`", "`gpulayer --help` shows what it takes"),
+    (
+        ["job", "int"],
+        "`job` alone is no command: there is `gpulayer job init`",
+        "`gpulayer --help` shows what it takes",
+    ),
     (["hosts", "more"], "Got unexpected extra argument(s) (more)", "`gpulayer hosts --help` shows what it takes"),
     (["render", "-H", "no.toml", "s.py"], "{folder}/no.toml: no such file", "name the hosts map with `--hosts FILE`"),
     (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpulayer import cli, launch
+from gpulayer.command_words import spell_out_wait
 from gpulayer.leases import Lease, Machine
-from gpulayer.options_job import spell_out_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,7 +167,7 @@ def test_wait(folder: Path, launched: list[list[str]], capfd: pytest.CaptureFixt
         assert err == (
             f"gpulayer: waiting for nodes: {who}\n"
             f"gpulayer: error: waited for 0.1 s, but {who}\n\n"
-            "hint: wait for them with `--wait`, or name others with `--nodelist`\n"
+            "hint: wait longer for them with `--wait`, or name others with `--nodelist`\n"
         )
         threading.Timer(0.2, lease.release).start()
         code, _, err = _run(capfd, "run", "-w", "n01", "--wait", "s.py")
